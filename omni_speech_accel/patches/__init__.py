@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one ordered table of patches.
+
+A row says what an item does, why, which host symbols it needs, how far its
+result may differ from stock, and when it may retire. README, ``status``, the
+configs and the docs are made from this table. Importing it imports nothing
+else, so the entry point may read it in every vLLM process.
+
+Order matters where items wrap one symbol: a later row wraps an earlier one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PATCHES", "Hook", "Patch", "Symbol", "patch_for"]
+
+_MODELS = "vllm_omni.model_executor.models"
+CORE_MODULE = f"{_MODELS}.step_audio2.step_audio2_token2wav"
+CODE2WAV_MODULE = f"{_MODELS}.minicpmo_4_5.minicpmo_4_5_code2wav"
+BATCHED_MODULE = f"{_MODELS}.minicpmo_4_5.batched_token2wav"
+TALKER_MODULE = f"{_MODELS}.minicpmo_4_5.minicpmo_4_5_omni_tts"
+TALKER_SAMPLE_MODULE = f"{_MODELS}.minicpmo_4_5.talker_codec_sample"
+TOKENIZER_MODULE = "s3tokenizer.model_v2"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A host symbol that a patch needs.
+
+    ``parameters`` are the names the patch passes or reads; the host may have
+    more only where they have defaults. ``restated`` marks a body that the patch
+    restates instead of calling: it fits only where the body is a verified one.
+    """
+
+    module: str
+    qualname: str
+    parameters: tuple[str, ...] | None = None
+    restated: bool = False
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A wrapper around one host symbol.
+
+    ``wrapper`` is ``function`` in the patch's module, called as
+    ``function(session, wrapped, instance, args, kwargs)`` where the item is on.
+    """
+
+    symbol: Symbol
+    wrapper: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One row: an item that a deploy YAML can switch on its own."""
+
+    key: str
+    summary: str
+    why: str
+    parity: str
+    retire: str
+    hooks: tuple[Hook, ...] = ()
+    needs: tuple[Symbol, ...] = ()
+    native: tuple[Symbol, ...] = ()
+    platforms: tuple[str, ...] = ("cuda", "npu", "cpu")
+    default: bool = True
+    options: str = "ItemOptions"
+    stages: str = "MiniCPM-o stage 2, Step-Audio 2 Token2Wav"
+
+    @property
+    def module(self) -> str:
+        """The module that holds the item's code."""
+        return f"{__name__}.{self.key}"
+
+    @property
+    def symbols(self) -> tuple[Symbol, ...]:
+        """Every host symbol the item needs."""
+        return tuple(hook.symbol for hook in self.hooks) + self.needs
+
+
+def _core(name: str, *parameters: str) -> Symbol:
+    return Symbol(CORE_MODULE, f"StepAudio2Token2WavCore.{name}", ("self", *parameters))
+
+
+_ENSURE_LOADED = _core("_ensure_models_loaded")
+_PREPARE_PROMPT = _core("_prepare_prompt", "prompt_wav")
+_SPEAKER = _core("_forward_spk_embedding", "spk_feat")
+_QUANTIZE = Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize", ("self", "mel", "mel_len"))
+_ENCODER = Symbol(TOKENIZER_MODULE, "AudioEncoderV2.forward", ("self", "x", "x_len"))
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        key="stop_index_cache",
+        summary="Talker stop censoring keeps its constant index tensor, one per (stop ids, device).",
+        why="Each frame rebuilt it with torch.tensor(..., device=...), a blocking host-to-device copy.",
+        parity="bit-exact",
+        retire="when the host keeps the index itself",
+        stages="MiniCPM-o stage 1 (talker)",
+        hooks=(
+            Hook(
+                Symbol(
+                    TALKER_SAMPLE_MODULE,
+                    "_censor_stop_logits",
+                    ("logits", "state", "min_tokens", "stop_ids", "eos_window_masked"),
+                    restated=True,
+                ),
+                "censor_stop_logits",
+            ),
+        ),
+        needs=(
+            Symbol(TALKER_MODULE, "MiniCPMO45OmniTTSForConditionalGeneration._sample_audio_code"),
+            Symbol(TALKER_MODULE, "MiniCPMO45OmniTTSForConditionalGeneration._sample_audio_code_greedy"),
+        ),
+    ),
+    Patch(
+        key="sync_free_prompt",
+        summary="Prompt features never wait for the device: pinned uploads, short audio without the mask test.",
+        why="py-spy on the reference setup: _prepare_prompt took 57.5 % of stage-2 host time at concurrency 8; each "
+        "pageable upload, the .any() in quantize and freqs_cis.to(device) drains the device queue.",
+        parity="bit-exact",
+        retire="when the host stages its uploads and picks the short path itself",
+        hooks=(
+            Hook(_ENSURE_LOADED, "ensure_models_loaded"),
+            Hook(_PREPARE_PROMPT, "prepare_prompt"),
+            Hook(_QUANTIZE, "quantize"),
+        ),
+        needs=(_ENCODER,),
+    ),
+    Patch(
+        key="speaker_device",
+        summary="CAM++ speaker embedding on the accelerator, built from campplus.onnx, instead of CPU onnxruntime.",
+        why="campplus on CPU onnxruntime is 70-80 ms of a 90-125 ms prompt setup on an H200 host.",
+        parity="relative error <= 1e-4, cosine >= 0.99999 to onnxruntime, checked at load over several lengths "
+        "(other summation order, fp32)",
+        retire="when the host runs campplus on every accelerator",
+        hooks=(Hook(_ENSURE_LOADED, "ensure_models_loaded"),),
+        needs=(_SPEAKER,),
+    ),
+    Patch(
+        key="speaker_graph",
+        summary="CAM++ captured as one graph per frame count.",
+        why="Eager CAM++ is about 1,150 launches, 44 ms on an H200 host; a replay is one.",
+        parity="equal to eager CAM++ on the same device within 1e-5 relative",
+        retire="never while campplus is launch-bound",
+        platforms=("cuda", "npu"),
+        options="GraphOptions",
+        hooks=(Hook(_SPEAKER, "forward_spk_embedding"),),
+    ),
+    Patch(
+        key="speaker_stream",
+        summary="CAM++ on a private stream, joined by an event.",
+        why="On the decode stream the campplus kernels queue behind the decode backlog (100 ms -> 43 ms in the "
+        "reference thread, on its NPU).",
+        parity="bit-exact",
+        retire="never while prompt setup shares a device with decode",
+        platforms=("cuda", "npu"),
+        hooks=(Hook(_SPEAKER, "forward_spk_embedding"),),
+    ),
+    Patch(
+        key="s3_graph",
+        summary="S3 quantize captured as one graph per frame count.",
+        why="Eager quantize is 6-9 ms of launches per reference on an H200 host.",
+        parity="codes and lengths bit-equal to eager",
+        retire="never while quantize is launch-bound",
+        platforms=("cuda", "npu"),
+        options="GraphOptions",
+        hooks=(
+            Hook(_ENSURE_LOADED, "ensure_models_loaded"),
+            Hook(_QUANTIZE, "quantize"),
+        ),
+        needs=(_ENCODER,),
+    ),
+)
+
+
+def patch_for(key: str) -> Patch:
+    """The row of item ``key``; raises ``KeyError``."""
+    for patch in PATCHES:
+        if patch.key == key:
+            return patch
+    raise KeyError(key)
