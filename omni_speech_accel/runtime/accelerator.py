@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accelerator seam: what the rest of the package may ask of a device, and which backend answers.
+
+Everything outside `omni_speech_accel.runtime` speaks to a device through `Accelerator` alone, so that the same code
+runs on CUDA, on NPU, on the host, and on the simulated accelerator of the test-suite.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from omni_speech_accel.runtime.errors import RuntimeSetupError
+
+Device: TypeAlias = torch.device | str
+
+# A stream and an event belong to their backend; the callers only hand them back.
+Stream: TypeAlias = Any
+Event: TypeAlias = Any
+
+
+class CapturedGraph(Protocol):
+    """A recorded graph.
+
+    `outputs` is the pytree that the captured function returned. Its tensors live in the graph's private pool and hold
+    nothing meaningful until the first `replay`, because a capture records operations and does not run them; every
+    later replay overwrites them.
+    """
+
+    @property
+    def outputs(self) -> Any: ...
+
+    def replay(self) -> None:
+        """Queue the recorded work on the current stream."""
+
+
+class Accelerator(ABC):
+    """One kind of device. Instances are stateless towards their callers and safe to share between threads."""
+
+    device_type: str
+    supports_streams: bool
+    supports_graphs: bool
+
+    @abstractmethod
+    def resolve(self, device: Device) -> torch.device:
+        """`device` with its index filled in (the current device where it has none)."""
+
+    @abstractmethod
+    def current_stream(self, device: Device) -> Stream:
+        """The stream on which this thread's work for `device` is queued now."""
+
+    @abstractmethod
+    def create_stream(self, device: Device) -> Stream:
+        """A new stream that is ordered with no other stream."""
+
+    @abstractmethod
+    def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
+        """Context in which this thread's work goes to `stream`."""
+
+    @abstractmethod
+    def create_event(self, device: Device) -> Event:
+        """A new event, not recorded; waiting on it before a record is no wait."""
+
+    @abstractmethod
+    def record_event(self, event: Event, stream: Stream) -> None:
+        """Mark the end of the work queued on `stream` so far."""
+
+    @abstractmethod
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Make later work on `stream` wait for `event` on the device; the host does not wait."""
+
+    @abstractmethod
+    def event_done(self, event: Event) -> bool:
+        """Whether the work before the event's last record has finished; never waits."""
+
+    @abstractmethod
+    def synchronize_event(self, event: Event) -> None:
+        """Block the host until the event's last record has been reached."""
+
+    @abstractmethod
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Keep the tensor's memory from reuse, once it is freed, until the work now queued on `stream` is done."""
+
+    @abstractmethod
+    def is_capturing(self, device: Device) -> bool:
+        """Whether the current stream of this thread is recording a graph."""
+
+    @abstractmethod
+    def prepare_capture(self, device: Device) -> None:
+        """Check and set what a right capture needs.
+
+        Raises:
+            RuntimeSetupError: the environment makes a right capture impossible; the message names the variable.
+        """
+
+    def capture(
+        self,
+        fn: Callable[[], Any],
+        device: Device,
+        *,
+        stream: Stream | None = None,
+        warmups: int = 2,
+    ) -> CapturedGraph:
+        """Run `fn` eagerly `warmups` times, then record it into a graph with a private memory pool.
+
+        Warm-ups and recording happen on `stream` (a new one where none is given): lazy initialisation and library
+        plans, which may allocate or synchronise, then happen outside the recording. Events order that stream behind
+        the caller's, whose inputs `fn` reads, and the caller's behind the warm-ups, which may have written state that
+        the caller reads next. Neither the device nor the host is synchronised, so other streams do not stall.
+
+        Raises:
+            RuntimeSetupError: this backend has no graphs.
+            Exception: whatever the warm-up, the recording or the driver raised; the stream is then usable again.
+        """
+        if not self.supports_graphs:
+            raise RuntimeSetupError(f"{self.device_type} records no graphs")
+        device = self.resolve(device)
+        caller = self.current_stream(device)
+        side = self.create_stream(device) if stream is None else stream
+        self._order(device, first=caller, then=side)
+        try:
+            with self.use_stream(side):
+                for _ in range(warmups):
+                    fn()
+                return self._record_graph(fn, device)
+        finally:
+            self._order(device, first=side, then=caller)
+
+    def _order(self, device: torch.device, *, first: Stream, then: Stream) -> None:
+        event = self.create_event(device)
+        self.record_event(event, first)
+        self.wait_event(then, event)
+
+    @abstractmethod
+    def _record_graph(self, fn: Callable[[], Any], device: torch.device) -> CapturedGraph:
+        """Record `fn` on the current stream, which is not the default one, into a graph with its own pool."""
+
+    @abstractmethod
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fresh copy of a host tensor, in memory that the device can read by itself (the host: ordinary memory)."""
+
+    @abstractmethod
+    def memory_allocated(self, device: Device) -> int:
+        """Bytes that tensors occupy on `device` now."""
+
+    @abstractmethod
+    def synchronize(self, device: Device) -> None:
+        """Block the host until `device` is idle. For tests and benchmarks only."""
+
+
+BackendFactory = Callable[[], Accelerator]
+
+
+def _cuda() -> Accelerator:
+    from omni_speech_accel.runtime.cuda import CudaAccelerator
+
+    return CudaAccelerator()
+
+
+def _npu() -> Accelerator:
+    from omni_speech_accel.runtime.npu import NpuAccelerator
+
+    return NpuAccelerator()
+
+
+def _host() -> Accelerator:
+    from omni_speech_accel.runtime.cpu import HostAccelerator
+
+    return HostAccelerator()
+
+
+_BUILT_IN: dict[str, BackendFactory] = {"cuda": _cuda, "npu": _npu, "cpu": _host}
+_lock = threading.Lock()
+_factories: dict[str, BackendFactory] = dict(_BUILT_IN)
+_instances: dict[str, Accelerator] = {}
+
+
+def _device_type(device: Device) -> str:
+    # A string is split by hand: torch.device("npu") raises on a torch whose NPU plugin is not imported yet.
+    return device.type if isinstance(device, torch.device) else device.split(":", 1)[0]
+
+
+def register_backend(device_type: str, factory: BackendFactory) -> None:
+    """Let `factory` answer for devices of `device_type`; it replaces an earlier backend of that type."""
+    with _lock:
+        _factories[device_type] = factory
+        _instances.pop(device_type, None)
+
+
+def unregister_backend(device_type: str) -> None:
+    """Undo `register_backend`; a built-in backend of that type answers again. Unknown types are ignored."""
+    with _lock:
+        _instances.pop(device_type, None)
+        _factories.pop(device_type, None)
+        if device_type in _BUILT_IN:
+            _factories[device_type] = _BUILT_IN[device_type]
+
+
+def accelerator_for(device: Device) -> Accelerator:
+    """The one `Accelerator` of this process for the type of `device`.
+
+    Raises:
+        ValueError: no backend answers for this device type.
+    """
+    device_type = _device_type(device)
+    with _lock:
+        found = _instances.get(device_type)
+        if found is None:
+            factory = _factories.get(device_type)
+            if factory is None:
+                known = ", ".join(sorted(_factories))
+                raise ValueError(f"no accelerator backend for device type {device_type!r}; registered: {known}")
+            found = _instances[device_type] = factory()
+        return found

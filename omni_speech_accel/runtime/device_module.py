@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What CUDA and NPU share: `torch.cuda` and `torch.npu` have the same streams, events and graph calls."""
+
+from __future__ import annotations
+
+import gc
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omni_speech_accel.runtime.accelerator import Accelerator, CapturedGraph, Device, Event, Stream
+
+
+@dataclass(frozen=True)
+class _DeviceGraph:
+    graph: Any
+    outputs: Any
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class DeviceModuleAccelerator(Accelerator):
+    """An accelerator behind a torch device module (`torch.cuda`, `torch.npu`)."""
+
+    supports_streams = True
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def resolve(self, device: Device) -> torch.device:
+        device = torch.device(device)
+        if device.index is not None:
+            return device
+        return torch.device(device.type, self._module.current_device())
+
+    def current_stream(self, device: Device) -> Stream:
+        return self._module.current_stream(device)
+
+    def create_stream(self, device: Device) -> Stream:
+        return self._module.Stream(device=device)
+
+    def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self._module.stream(stream)
+        return context
+
+    def create_event(self, device: Device) -> Event:
+        return self._module.Event()
+
+    def record_event(self, event: Event, stream: Stream) -> None:
+        event.record(stream)
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def event_done(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def synchronize_event(self, event: Event) -> None:
+        event.synchronize()
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
+    def is_capturing(self, device: Device) -> bool:
+        # The library asks for the current device's stream only.
+        with self._module.device(self.resolve(device)):
+            return bool(self._module.is_current_stream_capturing())
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Not Tensor.pin_memory(): that returns a tensor that is pinned already as it is, and the caller's own memory
+        # is what must not be read after the return.
+        pinned = torch.empty_like(tensor, requires_grad=False, pin_memory=True)
+        return pinned.copy_(tensor.detach())
+
+    def memory_allocated(self, device: Device) -> int:
+        return int(self._module.memory_allocated(device))
+
+    def synchronize(self, device: Device) -> None:
+        self._module.synchronize(device)
+
+    def _record_graph(self, fn: Callable[[], Any], device: torch.device) -> CapturedGraph:
+        """Drive the graph object by hand.
+
+        The library's `graph(...)` context synchronises the device, collects garbage and empties the allocator's cache
+        on entry: every other stream of the process would stall for a capture that concerns one of them. What the
+        collection is for, no graph being destroyed while another is recorded, is had by pausing the collector.
+        """
+        graph = self._new_graph()
+        pool = self._module.graph_pool_handle()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            # "thread_local": an allocation by another thread meanwhile is no error of this capture.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                outputs = fn()
+            except BaseException:
+                try:
+                    graph.capture_end()
+                except Exception:  # the reason is the exception of fn, which is raised below
+                    self._abandon_pool(device, pool)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._abandon_pool(device, pool)
+                raise
+        finally:
+            if collecting:
+                gc.enable()
+        return _DeviceGraph(graph, outputs)
+
+    @abstractmethod
+    def _new_graph(self) -> Any:
+        """An empty graph object of the library."""
+
+    @abstractmethod
+    def _abandon_pool(self, device: torch.device, pool: Any) -> None:
+        """Take back what `capture_begin` told the allocator.
+
+        `capture_end` does so only after the driver has accepted the end of the capture. When the driver refuses, the
+        allocator would go on believing that a capture is running, and would never again reuse a block that another
+        stream had been recorded on: a leak of one reference's buffers with every request.
+        """
