@@ -18,7 +18,15 @@ from omni_speech_accel import __version__
 from omni_speech_accel.metrics import ItemCounters
 from omni_speech_accel.settings import BLOCK, ItemOptions, Settings, resolve
 
-__all__ = ["StageSession", "attach", "current_session", "session_of", "settings_from_vllm_config", "use_session"]
+__all__ = [
+    "StageSession",
+    "attach",
+    "current_session",
+    "session_for",
+    "session_of",
+    "settings_from_vllm_config",
+    "use_session",
+]
 
 logger = logging.getLogger("vllm.omni_speech_accel")
 
@@ -130,6 +138,11 @@ def session_of(owner: object) -> StageSession | None:
     except AttributeError:
         return None
     return found
+
+
+def session_for(instance: object | None) -> StageSession | None:
+    """The session of a wrapped method's ``instance``, or the current one for a module function."""
+    return _current.get() if instance is None else session_of(instance)
 
 
 def current_session() -> StageSession | None:

@@ -171,8 +171,5 @@ def resolve(*layers: tuple[str, Any]) -> Settings:
     for place, block in layers:
         parse_block(block, place)
         block = _word(block)
-        if isinstance(block, Mapping) and isinstance(merged, Mapping):
-            merged = {**merged, **block}
-        else:
-            merged = block
+        merged = {**merged, **block} if isinstance(block, Mapping) and isinstance(merged, Mapping) else block
     return Settings(present=True, items=parse_block(merged, layers[-1][0]))

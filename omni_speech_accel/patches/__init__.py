@@ -45,10 +45,12 @@ class Hook:
 
     ``wrapper`` is ``function`` in the patch's module, called as
     ``function(session, wrapped, instance, args, kwargs)`` where the item is on.
+    An ``optional`` hook's symbol may be missing: some hosts have no such method.
     """
 
     symbol: Symbol
     wrapper: str
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Patch:
     @property
     def symbols(self) -> tuple[Symbol, ...]:
         """Every host symbol the item needs."""
-        return tuple(hook.symbol for hook in self.hooks) + self.needs
+        return tuple(hook.symbol for hook in self.hooks if not hook.optional) + self.needs
 
 
 def _core(name: str, *parameters: str) -> Symbol:
@@ -86,7 +88,7 @@ def _core(name: str, *parameters: str) -> Symbol:
 _ENSURE_LOADED = _core("_ensure_models_loaded")
 _PREPARE_PROMPT = _core("_prepare_prompt", "prompt_wav")
 _SPEAKER = _core("_forward_spk_embedding", "spk_feat")
-_QUANTIZE = Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize", ("self", "mel", "mel_len"))
+_QUANTIZE = Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize", ("self", "mel", "mel_len"), restated=True)
 _ENCODER = Symbol(TOKENIZER_MODULE, "AudioEncoderV2.forward", ("self", "x", "x_len"))
 
 PATCHES: tuple[Patch, ...] = (
@@ -120,6 +122,7 @@ PATCHES: tuple[Patch, ...] = (
         "pageable upload, the .any() in quantize and freqs_cis.to(device) drains the device queue.",
         parity="bit-exact",
         retire="when the host stages its uploads and picks the short path itself",
+        native=(_core("_quantize_s3_eager"),),
         hooks=(
             Hook(_ENSURE_LOADED, "ensure_models_loaded"),
             Hook(_PREPARE_PROMPT, "prepare_prompt"),
@@ -134,7 +137,11 @@ PATCHES: tuple[Patch, ...] = (
         parity="relative error <= 1e-4, cosine >= 0.99999 to onnxruntime, checked at load over several lengths "
         "(other summation order, fp32)",
         retire="when the host runs campplus on every accelerator",
-        hooks=(Hook(_ENSURE_LOADED, "ensure_models_loaded"),),
+        hooks=(
+            Hook(_ENSURE_LOADED, "ensure_models_loaded"),
+            Hook(_core("enable_trt_spk_embedding"), "enable_trt_spk_embedding", optional=True),
+            Hook(_core("enable_device_spk_embedding"), "enable_device_spk_embedding", optional=True),
+        ),
         needs=(_SPEAKER,),
     ),
     Patch(
@@ -163,6 +170,7 @@ PATCHES: tuple[Patch, ...] = (
         why="Eager quantize is 6-9 ms of launches per reference on an H200 host.",
         parity="codes and lengths bit-equal to eager",
         retire="never while quantize is launch-bound",
+        native=(_core("_quantize_s3_graph"),),
         platforms=("cuda", "npu"),
         options="GraphOptions",
         hooks=(

@@ -8,13 +8,13 @@ is at hand and hang the session on the objects that the items wrap.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from omni_speech_accel.patches import BATCHED_MODULE, CODE2WAV_MODULE, CORE_MODULE, TALKER_MODULE, Symbol
 
 __all__ = ["ANCHORS", "Anchor"]
 
 CONFIG_MODULE = "vllm_omni.config.omni_config"
+_TALKER = "MiniCPMO45OmniTTSForConditionalGeneration"
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ ANCHORS: tuple[Anchor, ...] = (
     Anchor(Symbol(BATCHED_MODULE, "BatchedToken2Wav.__init__"), "backend_init"),
     Anchor(Symbol(CORE_MODULE, "StepAudio2Token2WavCore.__init__"), "core_init"),
     Anchor(Symbol(CORE_MODULE, "StepAudio2Token2WavForConditionalGeneration.__init__"), "announced_model_init"),
-    Anchor(Symbol(TALKER_MODULE, "MiniCPMO45OmniTTSForConditionalGeneration.__init__"), "announced_model_init"),
-    Anchor(Symbol(TALKER_MODULE, "MiniCPMO45OmniTTSForConditionalGeneration._sample_audio_code"), "with_session"),
-    Anchor(Symbol(TALKER_MODULE, "MiniCPMO45OmniTTSForConditionalGeneration._sample_audio_code_greedy"), "with_session"),
+    Anchor(Symbol(TALKER_MODULE, f"{_TALKER}.__init__"), "announced_model_init"),
+    Anchor(Symbol(TALKER_MODULE, f"{_TALKER}._sample_audio_code"), "with_session"),
+    Anchor(Symbol(TALKER_MODULE, f"{_TALKER}._sample_audio_code_greedy"), "with_session"),
     Anchor(
         Symbol(CONFIG_MODULE, "VllmOmniConfig.from_pipeline_config"),
         "from_pipeline_config",

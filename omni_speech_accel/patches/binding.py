@@ -77,13 +77,12 @@ class _Lazy:
 
 
 def _item_handler(patch: Patch, wrapper: str) -> Handler:
-    from omni_speech_accel.session import current_session, session_of
-
     key = patch.key
     act = _Lazy(patch.module, wrapper)
+    find = _Lazy("omni_speech_accel.session", "session_for")
 
     def handle(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session = session_of(instance) if instance is not None else current_session()
+        session = find(instance)
         if session is None or not session.on(key):
             return wrapped(*args, **kwargs)
         return act(session, wrapped, instance, args, kwargs)
@@ -91,20 +90,20 @@ def _item_handler(patch: Patch, wrapper: str) -> Handler:
     return handle
 
 
-def _handlers() -> dict[str, list[tuple[str, Symbol, Callable[[], Handler]]]]:
-    """Per module: ``(owner, symbol, handler factory)``, anchors first so that a session is there for the items."""
-    table: dict[str, list[tuple[str, Symbol, Callable[[], Handler]]]] = {}
+def _handlers() -> dict[str, list[tuple[str, Symbol, Handler]]]:
+    """Per module: ``(owner, symbol, handler)``, anchors first so that a session is there for the items."""
+    table: dict[str, list[tuple[str, Symbol, Handler]]] = {}
     for anchor in ANCHORS:
         lazy = _Lazy(anchor.implementation, anchor.wrapper)
-        table.setdefault(anchor.symbol.module, []).append(("anchor", anchor.symbol, lambda lazy=lazy: lazy))
+        table.setdefault(anchor.symbol.module, []).append(("anchor", anchor.symbol, lazy))
     for patch in PATCHES:
         for hook in patch.hooks:
-            factory = lambda patch=patch, hook=hook: _item_handler(patch, hook.wrapper)  # noqa: E731
-            table.setdefault(hook.symbol.module, []).append((patch.key, hook.symbol, factory))
+            handler = _item_handler(patch, hook.wrapper)
+            table.setdefault(hook.symbol.module, []).append((patch.key, hook.symbol, handler))
     return table
 
 
-def _bind(owner: str, symbol: Symbol, factory: Callable[[], Handler], module: ModuleType) -> None:
+def _bind(owner: str, symbol: Symbol, handler: Handler, module: ModuleType) -> None:
     key = (owner, symbol.module, symbol.qualname)
     known = _bound.get(key)
     if known is not None:
@@ -114,7 +113,6 @@ def _bind(owner: str, symbol: Symbol, factory: Callable[[], Handler], module: Mo
         parent, attribute, original = wrapt.resolve_path(module, symbol.qualname)
     except AttributeError:
         return  # The probe tells why the item does not fit; the host stays stock here.
-    handler = factory()
     record = Bound(symbol, parent, attribute, original)
 
     def dispatch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,9 +130,9 @@ def _bind_module(module: ModuleType) -> None:
     with _lock:
         if not _installed:
             return
-        for owner, symbol, factory in _handlers().get(module.__name__, ()):
+        for owner, symbol, handler in _handlers().get(module.__name__, ()):
             try:
-                _bind(owner, symbol, factory, module)
+                _bind(owner, symbol, handler, module)
             except Exception:
                 logger.exception("omni_speech_accel: %s could not wrap %s; stock there", owner, symbol.qualname)
 
