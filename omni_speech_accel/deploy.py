@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every ``omni_speech_accel`` block of a deploy YAML and its ``base_config`` chain, and whether it reaches a stage.
+
+The host accepts unknown keys in some places, rejects them in others and drops
+them without a word in the rest. A block in a place that reaches nothing would
+leave a server stock that its owner believes accelerated, so it is an error
+here, found before any stage process starts.
+
+Nothing here knows the host: what reads a file, and which folder holds the
+host's own deploy files, is handed in.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omni_speech_accel.settings import BLOCK, SettingsError, parse_block
+
+__all__ = ["ANY_CONNECTOR", "ONE_STAGE", "Block", "DeployFile", "check_blocks", "find_blocks", "read_chain"]
+
+Loader = Callable[[Path], Mapping[str, Any]]
+
+ANY_CONNECTOR = f"connectors.<name>.extra.{BLOCK}"
+ONE_STAGE = f"stages[<id>].additional_config.{BLOCK}"
+
+_BASE = "base_config"
+_NEAR_MISS = 0.85
+"""difflib ratio from which a key counts as a misspelt block name; the host's closest own key reaches 0.5."""
+
+_Part = str | int
+_ANY = object()
+_STAGE = ("stages", int)
+_PLATFORM_STAGE = ("platforms", _ANY, "stages", int)
+_NESTED = ("engine_args", "engine_extras")
+
+# Paths of the mappings whose keys the host hands on unread to a stage.
+_HOLDERS: tuple[tuple[Any, ...], ...] = (
+    ("connectors", _ANY, "extra"),
+    (*_STAGE, "input_connectors", _ANY, "extra"),
+    (*_STAGE, "output_connectors", _ANY, "extra"),
+    *(
+        (*stage, *nested, "additional_config")
+        for stage in (_STAGE, _PLATFORM_STAGE)
+        for nested in ((), *((name,) for name in _NESTED))
+    ),
+)
+# Paths where the host stops with an error of its own on a key it does not know.
+_STRICT: tuple[tuple[Any, ...], ...] = tuple(
+    (*stage, *nested) for stage in (_STAGE, _PLATFORM_STAGE) for nested in ((), *((name,) for name in _NESTED))
+)
+
+
+@dataclass(frozen=True)
+class DeployFile:
+    """One file of a ``base_config`` chain. ``stock``: it lies in the host's installed deploy folder."""
+
+    path: str
+    content: Mapping[str, Any]
+    stock: bool
+
+
+@dataclass(frozen=True)
+class Block:
+    """One ``omni_speech_accel`` block.
+
+    ``place`` is its dotted path, stages named by their id. ``problem`` says why
+    it reaches no stage and where it belongs; ``""`` where the host hands it on.
+    """
+
+    place: str
+    value: Any
+    problem: str = ""
+    file: str = ""
+
+    @property
+    def where(self) -> str:
+        """Place, with the file in front where one is known."""
+        return f"{self.file}: {self.place}" if self.file else self.place
+
+
+def read_chain(path: Path, load: Loader, stock_folder: Path) -> tuple[DeployFile, ...]:
+    """The deploy file ``path`` and its bases, the overlay first.
+
+    A relative ``base_config`` is looked for beside the file that names it, as
+    the host does.
+
+    Raises:
+        FileNotFoundError: A file of the chain is missing; the message names who asked for it.
+        ValueError: The chain runs in a circle.
+    """
+    files: list[DeployFile] = []
+    seen: set[Path] = set()
+    stock_root = stock_folder.resolve()
+    asked_by = ""
+    while True:
+        real = path.resolve()
+        if not real.is_file():
+            beside = stock_root / path.name
+            hint = f"; the host has one at {beside}: name it by that path" if asked_by and beside.is_file() else ""
+            raise FileNotFoundError(f"{asked_by}{path} does not exist{hint}")
+        if real in seen:
+            raise ValueError(f"{asked_by}{path} closes a circle of {_BASE} files")
+        seen.add(real)
+        content = load(path) or {}
+        files.append(DeployFile(str(path), content, real.is_relative_to(stock_root)))
+        base = content.get(_BASE)
+        if base is None:
+            return tuple(files)
+        asked_by = f"{path}: {_BASE}: "
+        path = path.parent / str(base)
+
+
+def _matches(parts: tuple[_Part, ...], pattern: tuple[Any, ...]) -> bool:
+    return len(parts) == len(pattern) and all(
+        wanted is _ANY or (isinstance(part, int) if wanted is int else part == wanted)
+        for part, wanted in zip(parts, pattern, strict=True)
+    )
+
+
+def _dotted(parts: tuple[_Part, ...]) -> str:
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _belongs(parts: tuple[_Part, ...]) -> str:
+    """Where a block that stands at ``parts`` should stand instead."""
+    if _matches(parts[:2], _STAGE):
+        return f"{_dotted(parts[:2])}.additional_config.{BLOCK}"
+    if _matches(parts[:4], _PLATFORM_STAGE):
+        return f"{_dotted(parts[:4])}.additional_config.{BLOCK}"
+    if len(parts) >= 2 and parts[0] == "connectors":
+        return f"{_dotted(parts[:2])}.extra.{BLOCK}"
+    return f"{ANY_CONNECTOR} (the stages on that connector) or {ONE_STAGE} (one stage)"
+
+
+def _problem(parts: tuple[_Part, ...], root: Mapping[str, Any]) -> str:
+    if any(_matches(parts, pattern) for pattern in _STRICT):
+        return f"the host rejects the key here; it belongs at {_belongs(parts)}"
+    if not any(_matches(parts, pattern) for pattern in _HOLDERS):
+        return f"the host ignores the key here; it belongs at {_belongs(parts)}"
+    if parts[0] == "platforms" and parts[4] != "engine_args" and "engine_args" in _entry(root, parts):
+        return f"the host reads only engine_args of this entry; it belongs at {_dotted(parts[:4])}.engine_args" + (
+            f".additional_config.{BLOCK}"
+        )
+    return ""
+
+
+def _entry(root: Mapping[str, Any], parts: tuple[_Part, ...]) -> Mapping[str, Any]:
+    for stage in root["platforms"][parts[1]]["stages"]:
+        if stage.get("stage_id") == parts[3]:
+            found: Mapping[str, Any] = stage
+            return found
+    return {}
+
+
+def _misspelt(key: str) -> bool:
+    if key == BLOCK:
+        return False
+    plain = key.lower().replace("-", "_")
+    return difflib.SequenceMatcher(None, plain, BLOCK).ratio() >= _NEAR_MISS
+
+
+def find_blocks(content: Mapping[str, Any], file: str = "") -> Iterator[Block]:
+    """Every block in a deploy file's content, good or not, misspelt names included. Parses no block."""
+    yield from _walk((), content, content, file)
+
+
+def _walk(parts: tuple[_Part, ...], node: Any, root: Mapping[str, Any], file: str) -> Iterator[Block]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            name = str(key)
+            if name == BLOCK:
+                yield Block(_dotted((*parts, name)), value, _problem(parts, root), file)
+            elif _misspelt(name):
+                yield Block(_dotted((*parts, name)), value, f'unknown key; did you mean "{BLOCK}"?', file)
+            else:
+                yield from _walk((*parts, name), value, root, file)
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            stage = value.get("stage_id") if isinstance(value, Mapping) else None
+            number = stage if isinstance(stage, int) and not isinstance(stage, bool) else index
+            yield from _walk((*parts, number), value, root, file)
+
+
+def check_blocks(files: tuple[DeployFile, ...]) -> tuple[Block, ...]:
+    """Every block of the chain, each in a place that reaches a stage and each valid.
+
+    Raises:
+        SettingsError: The first block that is not, with its file, its place and what would be right.
+    """
+    blocks = tuple(block for file in files for block in find_blocks(file.content, file.path))
+    for block in blocks:
+        if block.problem:
+            raise SettingsError(f"{BLOCK}: {block.where}: {block.problem}")
+        parse_block(block.value, block.where)
+    return blocks

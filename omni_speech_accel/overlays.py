@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deploy overlays with every item of a model listed, rendered from the patch table.
+
+``configs/`` and the CLI's ``config`` command both print what is made here, so
+neither can list an item that the table does not have.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omni_speech_accel import settings
+from omni_speech_accel.patches import PATCHES, Patch
+from omni_speech_accel.settings import BLOCK, parse_block
+
+__all__ = ["PROFILES", "Profile", "profile_for", "render_graph_mode_overlay", "render_overlay", "suggest_profile"]
+
+_SHM = "connector_of_shared_memory"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model on a platform.
+
+    ``family`` is the model's name in the table's ``stages`` texts, ``base`` the
+    host's deploy file, ``place`` the keys that lead to the block: a connector's
+    ``extra`` reaches every stage on that connector and stays out of the compile
+    cache's hash; a stage's ``additional_config`` is for a deploy without connectors.
+    """
+
+    key: str
+    title: str
+    family: str
+    base: str
+    platforms: tuple[str, ...]
+    place: tuple[str | int, ...] = ("connectors", _SHM, "extra")
+    notes: tuple[str, ...] = ()
+
+    def items(self) -> tuple[Patch, ...]:
+        """The table's rows that can act here, in table order."""
+        return tuple(
+            patch for patch in PATCHES if self.family in patch.stages and set(self.platforms) & set(patch.platforms)
+        )
+
+
+PROFILES: tuple[Profile, ...] = (
+    Profile("minicpmo_4_5_cuda", "MiniCPM-o 4.5 on NVIDIA GPUs", "MiniCPM-o", "minicpmo_4_5.yaml", ("cuda",)),
+    Profile(
+        "minicpmo_4_5_npu",
+        "MiniCPM-o 4.5 on Ascend NPUs",
+        "MiniCPM-o",
+        "minicpmo_4_5.yaml",
+        ("npu",),
+        notes=(
+            "The block stands in the connector's extra: on NPU the host's own "
+            "platforms.npu.stages[2].additional_config replaces stages[2].additional_config, and a block there is lost.",
+        ),
+    ),
+    Profile(
+        "step_audio_2",
+        "Step-Audio 2 on NVIDIA GPUs and Ascend NPUs",
+        "Step-Audio 2",
+        "step_audio_2.yaml",
+        ("cuda", "npu"),
+        place=("stages", 1, "additional_config"),
+        notes=("This deploy has no connectors, so the block stands at the Token2Wav stage.",),
+    ),
+    Profile(
+        "fish_omni_npu",
+        "Fish Audio Drama 3 (fish_omni) on Ascend NPUs",
+        "fish_omni",
+        "fish_omni.yaml",
+        ("npu",),
+        notes=(
+            "vllm-omni 0.32.0rc1 refuses this deploy on NPU: its stage 0 asks for model runner v2. A host that serves "
+            "fish_omni on NPU says so in its own fish_omni.yaml; `omni-speech-accel status --deploy-config` tells.",
+        ),
+    ),
+)
+
+
+def profile_for(key: str) -> Profile:
+    """The profile named ``key``; raises ``KeyError``."""
+    for profile in PROFILES:
+        if profile.key == key:
+            return profile
+    raise KeyError(key)
+
+
+def suggest_profile(base: str, platform: str) -> Profile | None:
+    """The profile whose base has the file name of ``base``, or begins it, on ``platform``."""
+    name = base.rsplit("/", 1)[-1].removesuffix(".yaml")
+    fitting = [
+        profile
+        for profile in PROFILES
+        if name.startswith(profile.base.removesuffix(".yaml")) and platform in profile.platforms
+    ]
+    return fitting[0] if fitting else None
+
+
+def _comment(text: str, indent: int) -> list[str]:
+    pad = " " * indent + "# "
+    return textwrap.wrap(text, 118, initial_indent=pad, subsequent_indent=pad, break_on_hyphens=False)
+
+
+def _value(value: Any) -> str:
+    """``value`` as one line of YAML; JSON is YAML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_value(option)}" for key, option in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _options(patch: Patch) -> str:
+    model: type[settings.ItemOptions] = getattr(settings, patch.options)
+    texts = [
+        f"{name} (default {json.dumps(field.default)}): {field.description}"
+        for name, field in model.model_fields.items()
+        if name != "enabled"
+    ]
+    return f"Options: {' '.join(texts)}" if texts else ""
+
+
+def _item_lines(patch: Patch, value: Any, indent: int) -> Iterable[str]:
+    yield from _comment(patch.summary, indent)
+    if options := _options(patch):
+        yield from _comment(options, indent)
+    yield f"{' ' * indent}{patch.key}: {_value(value)}"
+
+
+def render_overlay(base: str, profile: Profile, items: Mapping[str, bool | Mapping[str, Any]] | None = None) -> str:
+    """A deploy overlay over ``base`` with the profile's items, each with a comment on what it does.
+
+    Args:
+        base: ``base_config`` of the overlay. The host looks for a relative one beside the overlay.
+        profile: The model and platform.
+        items: What to write for an item instead of its default; an item outside the profile is written too.
+
+    Raises:
+        SettingsError: ``items`` has an unknown item or a wrong option.
+    """
+    chosen = dict(items or {})
+    parse_block(chosen, f"{BLOCK}")
+    rows = [patch for patch in PATCHES if patch in profile.items() or patch.key in chosen]
+    lines = _comment(f"{profile.title}: items of {BLOCK}.", 0)
+    lines += _comment("Absent block: stock. An item takes true, false, or a mapping of its options.", 0)
+    for note in profile.notes:
+        lines += _comment(note, 0)
+    lines.append(f"base_config: {json.dumps(base)}")
+    indent = 0
+    for part in profile.place:
+        if isinstance(part, int):
+            lines.append(f"{' ' * indent}- stage_id: {part}")
+            indent += 2
+        else:
+            lines.append(f"{' ' * indent}{part}:")
+            indent += 2
+    lines.append(f"{' ' * indent}{BLOCK}:")
+    for patch in rows:
+        lines += _item_lines(patch, chosen.get(patch.key, patch.default), indent + 2)
+    return "\n".join(lines) + "\n"
+
+
+def render_graph_mode_overlay(base: str, mode: str, sizes: Iterable[int], notes: Iterable[str] = ()) -> str:
+    """A fish_omni overlay that sets stage 0's graph mode on NPU by hand: one arm of a matched comparison.
+
+    Args:
+        base: ``base_config`` of the overlay.
+        mode: vLLM's name of the graph mode.
+        sizes: Capture sizes in rows; the largest is ``max_num_seqs`` too.
+        notes: Comment paragraphs for the head of the file.
+    """
+    rows = sorted(sizes)
+    lines: list[str] = []
+    for note in notes:
+        lines += _comment(note, 0)
+    lines += [
+        f"base_config: {json.dumps(base)}",
+        "platforms:",
+        "  npu:",
+        "    stages:",
+        "      - stage_id: 0",
+        f"        max_num_seqs: {rows[-1]}",
+        "        enforce_eager: false",
+        "        compilation_config:",
+        f"          cudagraph_mode: {mode}",
+        f"          cudagraph_capture_sizes: {json.dumps(rows)}",
+        f"          max_cudagraph_capture_size: {rows[-1]}",
+    ]
+    return "\n".join(lines) + "\n"
