@@ -179,6 +179,26 @@ PATCHES: tuple[Patch, ...] = (
         ),
         needs=(_ENCODER,),
     ),
+    Patch(
+        key="fish_omni_full_graph",
+        summary="fish_omni stage 0 decodes from full graphs (FULL_AND_PIECEWISE), capture sizes up to max_num_seqs.",
+        why="PIECEWISE leaves the decode step eager: about 195 ms backbone and 72 ms tower per frame against 44 ms "
+        "replayed as one graph (reference thread, on its NPU).",
+        parity="no tensor of ours; the same kernels replayed. `transitions` compares two servers' speech",
+        retire="when the host's own deploy asks for FULL_AND_PIECEWISE on NPU: the item then finds nothing to change",
+        platforms=("npu",),
+        options="FullGraphOptions",
+        stages="fish_omni stage 0",
+        needs=(
+            Symbol(
+                "vllm_omni.config.omni_config",
+                "VllmOmniConfig.from_pipeline_config",
+                ("cls", "pipeline_cfg", "user_deploy_config", "deploy_config_path", "cli_overrides", "strategy_specs"),
+            ),
+            Symbol("vllm_omni.config.stage_config", "_apply_platform_overrides", ("deploy", "platform")),
+            Symbol(f"{_MODELS}.fish_omni.fish_omni_model", "FishOmniForConditionalGeneration"),
+        ),
+    ),
 )
 
 
