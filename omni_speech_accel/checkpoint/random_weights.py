@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named random tensors: one independent stream per (seed, tensor name)."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
+    """Standard normal float32 of ``shape``.
+
+    Drawn from the tensor's own stream: a host that adds or reorders tensors leaves all other weights as they were.
+    """
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def layer_weight(seed: int, name: str, shape: tuple[int, ...], gain: float = 1.0) -> FloatArray:
+    """A weight or bias by the usual rule for its shape.
+
+    Matrices and kernels keep the variance of their input times ``gain`` squared, one-dimensional ``weight`` tensors are
+    norm scales near one, biases are small.
+    """
+    draw = normal(seed, name, shape)
+    if len(shape) >= 2:
+        return draw * np.float32(gain / np.sqrt(np.prod(shape[1:])))
+    if name.endswith("weight"):
+        return 1.0 + np.float32(0.02) * draw
+    return np.float32(0.02) * draw

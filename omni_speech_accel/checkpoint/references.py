@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reference WAVs of real speech, cut from the recordings that ship with the host and with s3tokenizer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import wave
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+# Recordings by voice, inside the installed packages. The two Mandarin sentences are one speaker's, 4 s each.
+_SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
+    "female": (("vllm_omni", "model_executor/models/step_audio2/assets/default_female.wav"),),
+    "male": (("vllm_omni", "model_executor/models/step_audio2/assets/default_male.wav"),),
+    "mandarin": (
+        ("s3tokenizer", "assets/BAC009S0764W0121.wav"),
+        ("s3tokenizer", "assets/BAC009S0764W0122.wav"),
+    ),
+}
+
+# Seconds: minicpmo_4_5_code2wav folds every reference to this length by default (_REF_MAX_SECONDS).
+REFERENCE_SECONDS = 6.0
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """``seconds`` of a voice from ``start``, played ``speed`` times as fast (pitch moves along), times ``gain``."""
+
+    voice: str
+    start: float
+    seconds: float = REFERENCE_SECONDS
+    speed: float = 1.0
+    gain: float = 1.0
+
+
+_SIX_SECONDS = (
+    _Cut("female", 0.0),
+    _Cut("male", 0.0),
+    _Cut("mandarin", 0.0),
+    _Cut("female", 3.0, gain=0.7),
+    _Cut("male", 1.6, gain=0.6),
+    _Cut("mandarin", 2.2, gain=0.8),
+    _Cut("female", 1.0, speed=1.12, gain=0.9),
+    _Cut("male", 0.4, speed=0.9),
+    _Cut("mandarin", 0.5, speed=1.15, gain=0.9),
+    _Cut("female", 2.0, speed=0.88),
+    _Cut("male", 0.2, speed=1.18, gain=0.8),
+    _Cut("mandarin", 1.0, speed=0.86, gain=0.9),
+)
+
+_VARIED = (
+    _Cut("female", 0.5, 1.0),
+    _Cut("male", 1.0, 1.7),
+    _Cut("mandarin", 0.3, 2.5),
+    _Cut("female", 2.0, 3.3),
+    _Cut("male", 0.7, 4.2),
+    _Cut("mandarin", 1.2, 5.1),
+    _Cut("male", 0.0, 7.5),
+    _Cut("female", 0.0, 9.0),
+)
+
+
+def _source_paths(voice: str) -> list[Path]:
+    paths = []
+    for package, relative in _SOURCES[voice]:
+        # find_spec of a top-level package imports nothing; importing the host takes ten seconds
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise FileNotFoundError(f"no reference speech: package {package} is not installed")
+        path = Path(next(iter(spec.submodule_search_locations))) / relative
+        if not path.is_file():
+            raise FileNotFoundError(f"no reference speech: this {package} does not ship {relative}")
+        paths.append(path)
+    return paths
+
+
+def host_speech() -> list[Path]:
+    """The recordings themselves, one per voice, the host's female voice first. ``FileNotFoundError`` when absent."""
+    return [_source_paths(voice)[0] for voice in _SOURCES]
+
+
+def _read_voice(voice: str) -> tuple[npt.NDArray[np.float64], int]:
+    """Samples in -1..1 and their rate in Hz; the voice's recordings joined."""
+    parts = []
+    rates = set()
+    for path in _source_paths(voice):
+        with wave.open(str(path)) as stream:
+            if stream.getsampwidth() != 2 or stream.getnchannels() != 1:
+                raise ValueError(f"{path} is not 16-bit mono")
+            rates.add(stream.getframerate())
+            parts.append(np.frombuffer(stream.readframes(stream.getnframes()), dtype="<i2") / 32768.0)
+    (rate,) = rates
+    return np.concatenate(parts), rate
+
+
+def _stretch(samples: npt.NDArray[np.float64], length: int) -> npt.NDArray[np.float64]:
+    """Band-limited resampling to ``length`` samples."""
+    if length == len(samples):
+        return samples
+    spectrum = np.fft.rfft(samples)
+    keep = min(len(spectrum), length // 2 + 1)
+    out = np.zeros(length // 2 + 1, dtype=complex)
+    out[:keep] = spectrum[:keep]
+    stretched: npt.NDArray[np.float64] = np.fft.irfft(out, n=length) * (length / len(samples))
+    return stretched
+
+
+def _render(cut: _Cut, voices: dict[str, tuple[npt.NDArray[np.float64], int]]) -> tuple[npt.NDArray[np.int16], int]:
+    samples, rate = voices[cut.voice]
+    length = round(cut.seconds * rate)
+    start = round(cut.start * rate)
+    taken = samples[start : start + round(length * cut.speed)]
+    if len(taken) < round(length * cut.speed):
+        raise ValueError(f"the {cut.voice} recording is too short for {cut}")
+    out = np.clip(_stretch(taken, length) * cut.gain, -1.0, 32767 / 32768)
+    return np.round(out * 32768.0).astype("<i2"), rate
+
+
+def _write_all(directory: str | Path, prefix: str, cuts: tuple[_Cut, ...]) -> list[Path]:
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    voices = {voice: _read_voice(voice) for voice in _SOURCES}
+    paths = []
+    for index, cut in enumerate(cuts):
+        path = directory / f"{prefix}_{index:02d}_{cut.voice}_{cut.seconds:g}s.wav"
+        samples, rate = _render(cut, voices)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with wave.open(str(draft), "wb") as stream:
+            stream.setnchannels(1)
+            stream.setsampwidth(2)
+            stream.setframerate(rate)
+            stream.writeframes(samples.tobytes())
+        os.replace(draft, path)
+        paths.append(path)
+    return paths
+
+
+def reference_wavs(directory: str | Path) -> list[Path]:
+    """Write twelve distinct references of exactly six seconds into ``directory`` and return their paths.
+
+    Real speech of three voices, at different places, speeds and levels, 16-bit mono at 48 or 16 kHz as recorded. The
+    same files every time. Raises ``FileNotFoundError`` where the host or s3tokenizer is not installed.
+    """
+    return _write_all(directory, "reference", _SIX_SECONDS)
+
+
+def varied_reference_wavs(directory: str | Path) -> list[Path]:
+    """Write eight references of 1 to 9 seconds, shortest first, into ``directory`` and return their paths."""
+    return _write_all(directory, "varied", _VARIED)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate a torch CAM++ passes before it replaces the shipped ``campplus.onnx``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from omni_speech_accel.models.campplus_onnx import FEATURE_BINS
+
+# Frames (10 ms hop): shorter than one mask segment; exactly one segment (100 frames after the stride-2 layer); a 6 s
+# reference as MiniCPM-o folds them; an odd count over two segments; a 10 s one that ends just past a segment border.
+PARITY_LENGTHS = (97, 200, 345, 598, 1003)
+
+
+@dataclass(frozen=True)
+class LengthParity:
+    """What one input length showed."""
+
+    frames: int
+    relative_error: float
+    cosine: float
+    max_abs: float
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Differences between a torch CAM++ and its ``campplus.onnx`` on onnxruntime's CPU provider."""
+
+    lengths: tuple[LengthParity, ...]
+    max_relative_error: float
+    min_cosine: float
+
+    @property
+    def worst(self) -> LengthParity:
+        """The length with the largest relative error; a NaN counts as largest."""
+        return max(self.lengths, key=lambda row: np.inf if np.isnan(row.relative_error) else row.relative_error)
+
+    @property
+    def passed(self) -> bool:
+        return all(
+            row.relative_error <= self.max_relative_error and row.cosine >= self.min_cosine for row in self.lengths
+        )
+
+
+class CampplusParityError(RuntimeError):
+    """A torch CAM++ differs from its ``campplus.onnx`` by more than rounding. ``report`` has the numbers."""
+
+    def __init__(self, report: ParityReport, onnx_path: str | Path) -> None:
+        worst = report.worst
+        super().__init__(
+            f"CAM++ differs from {onnx_path} at {worst.frames} frames: relative L2 error {worst.relative_error:.2e} "
+            f"(allowed {report.max_relative_error:.1e}), cosine {worst.cosine:.9f} (allowed {report.min_cosine})"
+        )
+        self.report = report
+
+
+def speech_like_fbank(frames: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Mean-normalised log-mel fbank ``[frames, 80]`` with the statistics of speech, from a seed.
+
+    Moving formant ridges over a tilted floor under a syllable-rate envelope, in natural-log units as kaldi's fbank.
+    White noise would do the same sums but drives every channel to the same level, where a wrong mask hardly shows.
+    """
+    rng = np.random.default_rng([seed, frames])
+    time = np.arange(frames)[:, None] / 100.0
+    bins = np.arange(FEATURE_BINS)[None, :]
+    envelope = 3.0 * np.sin(2 * np.pi * (3.1 * time + rng.uniform())) + 1.5 * np.sin(2 * np.pi * 0.7 * time)
+    spectrum = 12.0 - 0.05 * bins + envelope
+    for centre, depth in ((12, 6), (30, 10), (52, 8), (68, 5)):
+        ridge = centre + depth * np.sin(2 * np.pi * (rng.uniform(0.4, 1.6) * time + rng.uniform()))
+        spectrum = spectrum + 4.0 * np.exp(-0.5 * ((bins - ridge) / 4.0) ** 2)
+    spectrum = spectrum + rng.normal(scale=1.2, size=(frames, FEATURE_BINS))
+    return (spectrum - spectrum.mean(axis=0, keepdims=True)).astype(np.float32)
+
+
+# Float32 rounding between two orders of the same sums: 7e-7 to 1.6e-6 relative on CPU, 9e-7 on CUDA.
+MAX_RELATIVE_ERROR = 1e-5
+MIN_COSINE = 0.9999999
+
+
+def measure_parity(
+    model: nn.Module,
+    onnx_path: str | Path,
+    lengths: tuple[int, ...] = PARITY_LENGTHS,
+    *,
+    max_relative_error: float = MAX_RELATIVE_ERROR,
+    min_cosine: float = MIN_COSINE,
+) -> ParityReport:
+    """Run ``model`` (``[B, T, 80]`` to ``[B, 192]``) and the ONNX file on the same inputs and compare the embeddings."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(onnx_path), sess_options=options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    device = next(model.buffers()).device
+    rows = []
+    for frames in lengths:
+        feat = speech_like_fbank(frames)[None]
+        expected = np.asarray(session.run(None, {name: feat})[0], dtype=np.float64).ravel()
+        with torch.inference_mode():
+            actual = model(torch.from_numpy(feat).to(device)).cpu().numpy().astype(np.float64).ravel()
+        scale = float(np.linalg.norm(expected))
+        rows.append(
+            LengthParity(
+                frames=frames,
+                relative_error=float(np.linalg.norm(actual - expected)) / scale,
+                cosine=float(actual @ expected) / (float(np.linalg.norm(actual)) * scale),
+                max_abs=float(np.abs(actual - expected).max()),
+            )
+        )
+    return ParityReport(tuple(rows), max_relative_error, min_cosine)
+
+
+def check_parity(model: nn.Module, onnx_path: str | Path, lengths: tuple[int, ...] = PARITY_LENGTHS) -> ParityReport:
+    """:func:`measure_parity`, raising :class:`CampplusParityError` outside the tolerance."""
+    report = measure_parity(model, onnx_path, lengths)
+    if not report.passed:
+        raise CampplusParityError(report, onnx_path)
+    return report
