@@ -148,6 +148,14 @@ class Accelerator(ABC):
     def memory_allocated(self, device: Device) -> int:
         """Bytes that tensors occupy on `device` now."""
 
+    def memory_free(self, device: Device) -> int | None:
+        """Bytes that new tensors could take on `device` now, or None where this backend cannot tell.
+
+        Free driver memory plus what the allocator holds unused. An upper bound: unused parts of a graph's private
+        pool are counted too and serve no other tensor.
+        """
+        return None
+
     @abstractmethod
     def synchronize(self, device: Device) -> None:
         """Block the host until `device` is idle. For tests and benchmarks only."""

@@ -80,6 +80,11 @@ class DeviceModuleAccelerator(Accelerator):
     def memory_allocated(self, device: Device) -> int:
         return int(self._module.memory_allocated(device))
 
+    def memory_free(self, device: Device) -> int | None:
+        free, _ = self._module.mem_get_info(device)
+        unused = self._module.memory_reserved(device) - self._module.memory_allocated(device)
+        return int(free) + int(unused)
+
     def synchronize(self, device: Device) -> None:
         self._module.synchronize(device)
 
