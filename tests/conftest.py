@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the whole suite. Tests run on the real host that is installed in this environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("OMNI_SPEECH_ACCEL", None)
+
+from omni_speech_accel import plugin
+from tests.fixtures_checkpoint import small_checkpoint  # noqa: F401
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """The plugin registered for one test, and taken off after it."""
+    plugin.register()
+    assert plugin.is_registered()
+    yield
+    plugin.unregister()
+
+
+@pytest.fixture
+def stage_config() -> Callable[..., SimpleNamespace]:
+    """Builds what a stage model reads of a ``VllmConfig``: the model path and the places of the YAML block."""
+
+    def build(
+        model: object = "unused", *, extra: dict[str, Any] | None = None, additional: dict[str, Any] | None = None
+    ) -> SimpleNamespace:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(
+                model=str(model), stage_connector_config={"extra": dict(extra or {})}, model_stage=None
+            ),
+            additional_config=dict(additional or {}),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            load_config=SimpleNamespace(load_format="auto"),
+        )
+
+    return build

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from omni_speech_accel import host
+from omni_speech_accel.patches import PATCHES, TOKENIZER_MODULE, Hook, Patch, Symbol, patch_for
+from omni_speech_accel.patches.prompt_features import S3_MAX_FRAMES
+
+VERSION = host.host_info().version
+
+
+def test_every_symbol_of_a_fitting_item_is_a_verified_one_here() -> None:
+    unverified = {
+        symbol.qualname
+        for patch in PATCHES
+        if host.fit(patch).applies
+        for symbol in patch.symbols
+        if not host.is_verified(symbol)
+    }
+    assert unverified == set(), "run tools/fingerprints.py once the suite has passed on this host"
+
+
+def test_the_items_that_fit_this_host() -> None:
+    fits = {patch.key for patch in PATCHES if host.fit(patch).applies}
+    prompt = {"sync_free_prompt", "speaker_device", "speaker_graph", "speaker_stream", "s3_graph"}
+    assert prompt <= fits
+    assert ("stop_index_cache" in fits) == (VERSION != "0.30.0")
+
+
+def test_a_host_without_the_function_says_which_one_is_missing() -> None:
+    patch = Patch("x", "", "", "", "", needs=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.gone"),))
+    assert host.fit(patch) == host.Fit(False, "the host has no s3tokenizer.model_v2:S3TokenizerV2.gone")
+
+
+def test_a_host_without_the_module_says_so() -> None:
+    patch = Patch("x", "", "", "", "", needs=(Symbol("vllm_omni.not_there.module", "f"),))
+    assert host.fit(patch).reason == "the host has no module vllm_omni.not_there.module"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [(("self", "mel"), "new required parameter mel_len"), (("self", "mel", "mel_len", "x"), "no parameter x")],
+)
+def test_a_changed_signature_does_not_fit(parameters: tuple[str, ...], words: str) -> None:
+    patch = Patch("x", "", "", "", "", needs=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize", parameters),))
+    assert words in host.fit(patch).reason
+
+
+def test_a_host_that_does_the_job_itself_is_left_alone() -> None:
+    patch = Patch("x", "", "", "", "", native=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize"),))
+    assert host.fit(patch) == host.Fit(False, "the host does this itself (S3TokenizerV2.quantize)")
+
+
+def test_a_changed_body_stops_an_item_that_restates_it_and_only_marks_one_that_calls_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "verified_fingerprints", dict)
+    symbol = Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize")
+    assert host.fit(Patch("x", "", "", "", "", needs=(symbol,))) == host.Fit(True, verified=False)
+    judged = host.fit(Patch("x", "", "", "", "", hooks=(Hook(replace(symbol, restated=True), "w"),)))
+    assert not judged.applies
+    assert "differs from every verified host" in judged.reason
+
+
+def test_an_unknown_version_is_judged_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = host.host_info()
+    monkeypatch.setattr(host, "host_info", lambda: replace(info, version="9.99.dev0+unknown"))
+    assert host.fit(patch_for("sync_free_prompt")) == host.Fit(True)
+
+
+def test_an_optional_hook_may_be_missing() -> None:
+    hook = Hook(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.gone"), "w", optional=True)
+    assert host.fit(Patch("x", "", "", "", "", hooks=(hook,))).applies
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("def f(a):\n    return a\n", "def f(a):\n    # why\n\n    return a\n", True),
+        ("def f(a):\n    return a\n", 'def f(a):\n    """Doc."""\n    return a\n', True),
+        ("class A:\n    def f(a):\n        return a\n", "class A:\n    x = 1\n    def f(a):\n        return a\n", True),
+        ("def f(a):\n    return a\n", "def f(a):\n    return -a\n", False),
+        ("def f(a):\n    return a\n", "def f(a, b=1):\n    return a\n", False),
+        ("def f(a):\n    return a\n", "@decorated\ndef f(a):\n    return a\n", True),
+    ],
+)
+def test_a_fingerprint_follows_the_code_and_not_the_prose(
+    before: str, after: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(text: str) -> str | None:
+        monkeypatch.setattr(host, "source_of", lambda module: (text, ast.parse(text)))
+        return host.fingerprint("m", "A.f" if "class" in text else "f")
+
+    assert (of(before) == of(after)) is same
+
+
+def test_the_window_of_the_short_path_is_the_librarys() -> None:
+    source = host.source_of(TOKENIZER_MODULE)
+    assert source is not None
+    found = [
+        node.value.value
+        for cls in ast.walk(source[1])
+        if isinstance(cls, ast.ClassDef) and cls.name == "S3TokenizerV2"
+        for function in cls.body
+        if isinstance(function, ast.FunctionDef) and function.name == "quantize"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id == "max_frames"
+        and isinstance(node.value, ast.Constant)
+    ]
+    assert found == [S3_MAX_FRAMES]
+
+
+def test_sources_are_found_where_python_would_import_them_from() -> None:
+    module = "vllm_omni.model_executor.models.step_audio2.step_audio2_token2wav"
+    package = importlib.util.find_spec("vllm_omni")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    expected = Path(next(iter(package.submodule_search_locations))).joinpath(*module.split(".")[1:]).with_suffix(".py")
+    source = host.source_of(module)
+    assert source is not None
+    assert source[0] == expected.read_text(encoding="utf-8")
