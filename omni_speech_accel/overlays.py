@@ -56,8 +56,9 @@ PROFILES: tuple[Profile, ...] = (
         "minicpmo_4_5.yaml",
         ("npu",),
         notes=(
-            "The block stands in the connector's extra: on NPU the host's own platforms.npu.stages[2].additional_config "
-            "replaces stages[2].additional_config, and a block there would be lost.",
+            "The block stands in the connector's extra: on NPU the host's own "
+            "platforms.npu.stages[2].additional_config replaces stages[2].additional_config, and a block there "
+            "would be lost.",
         ),
     ),
     Profile(

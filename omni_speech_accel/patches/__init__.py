@@ -182,8 +182,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         key="fish_omni_full_graph",
         summary="fish_omni stage 0 decodes from full graphs (FULL_AND_PIECEWISE), capture sizes up to max_num_seqs.",
-        why="PIECEWISE leaves the decode step eager: one stream made 17.3 frames/s so and 22.4 to 22.9 with full graphs "
-        "in the reference thread, on its NPU.",
+        why="PIECEWISE leaves the decode step eager: one stream made 17.3 frames/s so, and 22.4 to 22.9 with full "
+        "graphs, in the reference thread on its NPU.",
         parity="no tensor of ours; the same kernels replayed. `transitions` compares two servers' speech",
         retire="when the host's own deploy asks for FULL_AND_PIECEWISE on NPU: the item then finds nothing to change",
         platforms=("npu",),

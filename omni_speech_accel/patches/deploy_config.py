@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The anchor on the host's config builder, and the same judgement for ``status``.
+
+The anchor runs in the API server before any stage process starts. It checks
+every block of the deploy, those of other stages and in places that the host
+ignores included, and lets ``fish_omni_full_graph`` change a copy of the deploy.
+Deploys without a block pass through untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omni_speech_accel import host
+from omni_speech_accel.deploy import Block, DeployFile, check_blocks, find_blocks, read_chain
+from omni_speech_accel.patches import fish_omni_full_graph, patch_for
+from omni_speech_accel.patches.fish_omni_full_graph import GraphReport
+from omni_speech_accel.plugin import killed
+from omni_speech_accel.settings import BLOCK, FullGraphOptions, Settings, SettingsError, parse_block, resolve
+
+__all__ = ["DeployReport", "StageItems", "explain", "from_pipeline_config"]
+
+logger = logging.getLogger("vllm.omni_speech_accel")
+
+_ADDITIONAL = "additional_config"
+_OBJECT = "user_deploy_config"
+
+
+@dataclass(frozen=True)
+class StageItems:
+    """The items that a stage's blocks ask for, before host and platform are judged."""
+
+    stage: int
+    present: bool
+    on: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeployReport:
+    """What a deploy asks of this package and what the host will make of it. ``asdict`` of it is JSON.
+
+    ``error`` is what would stop the start: a wrong block or a file that is not
+    there. ``refusal`` is what the host itself would stop with on this platform.
+    """
+
+    deploy: str | None
+    pipeline: str | None
+    platform: str | None
+    files: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    stages: tuple[StageItems, ...] = ()
+    graphs: GraphReport | None = None
+    refusal: str = ""
+    error: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-able data."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report for a terminal."""
+        text = [f"deploy: {self.deploy}, pipeline {self.pipeline} on {self.platform}"]
+        text += [f"file: {path}" for path in self.files]
+        text += [f"block: {place}" for place in self.blocks]
+        for stage in self.stages:
+            if stage.present:
+                text.append(f"stage {stage.stage}: on: {', '.join(stage.on) or 'none'}")
+        if self.graphs is not None:
+            text.append(self.graphs.line())
+            text += [f"set by the user: {name}" for name in self.graphs.user_settings]
+        if self.refusal:
+            text.append(f"the host will refuse to start: {self.refusal}")
+        if self.error:
+            text.append(f"error: {self.error}")
+        return text
+
+
+@dataclass(frozen=True)
+class _Deploy:
+    """A deploy config as the host loads it, with the files it came from."""
+
+    config: Any
+    path: str | None
+    files: tuple[DeployFile, ...]
+    baseline: Mapping[str, Any] | None
+
+
+def _load_yaml(path: Path) -> Mapping[str, Any]:
+    from vllm_omni.config.yaml_util import load_yaml_config, to_dict
+
+    content: Mapping[str, Any] = to_dict(load_yaml_config(path))
+    return content
+
+
+def _platform() -> str | None:
+    """The name that the host picks the deploy's platform section by."""
+    from vllm_omni.platforms import current_omni_platform
+
+    name = current_omni_platform.device_name
+    return None if name is None else str(name).lower()
+
+
+def _content(deploy: Any) -> dict[str, Any]:
+    """A deploy config object in the shape of a deploy file, as far as blocks and graph settings go."""
+    stages = []
+    for stage in deploy.stages:
+        own = {
+            "enforce_eager": stage.enforce_eager,
+            "compilation_config": stage.compilation_config,
+            "input_connectors": stage.input_connectors,
+            "output_connectors": stage.output_connectors,
+        }
+        stages.append(
+            {
+                "stage_id": stage.stage_id,
+                **{key: value for key, value in own.items() if value is not None},
+                **stage.engine_extras,
+            }
+        )
+    return {
+        "connectors": deploy.connectors or {},
+        "edges": deploy.edges or [],
+        "stages": stages,
+        "platforms": deploy.platforms or {},
+    }
+
+
+def _load(pipeline_cfg: Any, user_deploy_config: Any, deploy_config_path: str | None) -> _Deploy:
+    from vllm_omni.config import omni_config
+    from vllm_omni.config.stage_config import load_deploy_config
+
+    deploy, path = omni_config._get_deploy_config(pipeline_cfg, user_deploy_config, deploy_config_path)
+    folder = Path(omni_config._DEPLOY_DIR)
+    if path is not None:
+        return _Deploy(deploy, path, read_chain(Path(path), _load_yaml, folder), None)
+    name = getattr(pipeline_cfg, "default_deploy_config_name", None)
+    baseline = _content(load_deploy_config(folder / name)) if name else {}
+    return _Deploy(deploy, None, (DeployFile(_OBJECT, _content(deploy), False),), baseline)
+
+
+def _effective(deploy: Any, platform: str | None) -> Any:
+    """A copy of ``deploy`` with the platform's overrides applied by the host, its model runner left out of it."""
+    from vllm_omni.config.stage_config import _apply_platform_overrides
+
+    changed = copy.deepcopy(deploy)
+    section = (changed.platforms or {}).get(platform)
+    if isinstance(section, dict):
+        section.pop("model_runner", None)
+        for entry in section.get("stages") or ():
+            entry.pop("model_runner", None)
+    changed.model_runner = "v1"
+    for stage in changed.stages:
+        if hasattr(stage, "model_runner"):
+            stage.model_runner = None
+    return _apply_platform_overrides(changed, platform=platform)
+
+
+def _refusal(deploy: Any, platform: str | None) -> str:
+    """What the host stops with when it applies the platform's overrides, or ``""``."""
+    from vllm_omni.config.stage_config import _apply_platform_overrides
+
+    try:
+        _apply_platform_overrides(copy.deepcopy(deploy), platform=platform)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def _connector_extra(deploy: Any, stage_id: int) -> Mapping[str, Any]:
+    """The connector ``extra`` that the host hands to a stage."""
+    from vllm_omni.distributed.omni_connectors import load_omni_transfer_config
+    from vllm_omni.engine.stage_init_utils import get_stage_connector_spec
+
+    # The host reads connectors from the deploy file, so the platform's overrides do not touch them.
+    transfer = load_omni_transfer_config(config_dict=_content(deploy))
+    extra = get_stage_connector_spec(transfer, stage_id, True).get("extra")
+    return extra if isinstance(extra, Mapping) else {}
+
+
+def _stage_settings(deploy: Any, effective: Any, stage_id: int, cli: Mapping[str, Any]) -> Settings:
+    """The settings that the worker of ``stage_id`` will read."""
+    layers: list[tuple[str, Any]] = []
+    extra = _connector_extra(deploy, stage_id)
+    if BLOCK in extra:
+        layers.append((f"connectors.*.extra.{BLOCK}", extra[BLOCK]))
+    stage = next((stage for stage in effective.stages if stage.stage_id == stage_id), None)
+    config = stage.engine_extras.get(_ADDITIONAL) if stage is not None else None
+    block = config.get(BLOCK) if isinstance(config, Mapping) else None
+    found = isinstance(config, Mapping) and BLOCK in config
+    for name in (_ADDITIONAL, f"stage_{stage_id}_{_ADDITIONAL}"):
+        over = cli.get(name)
+        if isinstance(over, Mapping) and BLOCK in over:
+            # The host merges mappings of the command line into the deploy's, key by key.
+            value = over[BLOCK]
+            block = {**block, **value} if isinstance(block, Mapping) and isinstance(value, Mapping) else value
+            found = True
+    if found:
+        layers.append((f"stages[{stage_id}].{_ADDITIONAL}.{BLOCK}", block))
+    return resolve(*layers)
+
+
+def _cli_blocks(cli: Mapping[str, Any]) -> list[Block]:
+    return [
+        Block(f"{name.replace('_', '-')}.{BLOCK}", value[BLOCK], file="--")
+        for name, value in cli.items()
+        if name.endswith(_ADDITIONAL) and isinstance(value, Mapping) and BLOCK in value
+    ]
+
+
+def _references(deploy: Any) -> set[str]:
+    """Connectors that a stage of the deploy uses."""
+    return {
+        name
+        for stage in deploy.stages
+        for table in (stage.input_connectors, stage.output_connectors)
+        for name in (table or {}).values()
+        if isinstance(name, str)
+    }
+
+
+def _unreached(deploy: Any, platform: str | None, stage_ids: frozenset[int] | None) -> Block | None:
+    """The first block in a good place that reaches no stage of this deploy all the same."""
+    used = _references(deploy)
+    known = {stage.stage_id for stage in deploy.stages}
+    known = known if stage_ids is None else known & stage_ids
+    own = {stage.stage_id: stage for stage in deploy.stages}
+    for name, connector in (deploy.connectors or {}).items():
+        extra = connector.get("extra") if isinstance(connector, Mapping) else None
+        if isinstance(extra, Mapping) and BLOCK in extra and name not in used:
+            return Block(
+                f"connectors.{name}.extra.{BLOCK}",
+                extra[BLOCK],
+                f"no stage of this deploy uses the connector; it belongs at stages[<id>].{_ADDITIONAL}.{BLOCK}"
+                + (f" or connectors.{sorted(used)[0]}.extra.{BLOCK}" if used else ""),
+            )
+    for block in find_blocks(_content(deploy)):
+        if "stages[" not in block.place:
+            continue
+        number = block.place.split("stages[", 1)[1].split("]", 1)[0]
+        if number.lstrip("-").isdigit() and int(number) not in known:
+            return Block(block.place, block.value, f"the deploy has no stage {number}")
+    for entry in ((deploy.platforms or {}).get(platform) or {}).get("stages") or ():
+        stage = own.get(entry.get("stage_id"))
+        before = stage.engine_extras.get(_ADDITIONAL) if stage is not None else None
+        after = (entry.get("engine_args") or entry).get(_ADDITIONAL, before)
+        if isinstance(before, Mapping) and BLOCK in before and not (isinstance(after, Mapping) and BLOCK in after):
+            place = f"platforms.{platform}.stages[{entry['stage_id']}].{_ADDITIONAL}"
+            return Block(
+                f"stages[{entry['stage_id']}].{_ADDITIONAL}.{BLOCK}",
+                before[BLOCK],
+                f"on {platform} {place} replaces the mapping that it stands in; it belongs at "
+                f"connectors.<name>.extra.{BLOCK} or {place}.{BLOCK}",
+            )
+    return None
+
+
+def _check(deploy: _Deploy, platform: str | None, cli: Mapping[str, Any], stage_ids: frozenset[int] | None) -> bool:
+    """Check every block; whether there is one.
+
+    Raises:
+        SettingsError: A block is wrong, or stands where it reaches no stage.
+    """
+    blocks = list(check_blocks(deploy.files))
+    if deploy.path is not None:  # a caller may have put a block into the object that it loaded
+        blocks += check_blocks((DeployFile(_OBJECT, _content(deploy.config), False),))
+    for block in _cli_blocks(cli):
+        parse_block(block.value, f"{block.file}{block.place}")
+        blocks.append(block)
+    if not blocks:
+        return False
+    lost = _unreached(deploy.config, platform, stage_ids)
+    if lost is not None:
+        source = next((block.where for block in blocks if block.place == lost.place), lost.place)
+        raise SettingsError(f"{BLOCK}: {source}: {lost.problem}")
+    return True
+
+
+def _graphs(
+    pipeline: str, deploy: _Deploy, platform: str | None, cli: Mapping[str, Any]
+) -> tuple[GraphReport, Any | None]:
+    """The graph item's verdict on a checked deploy."""
+    effective = partial(_effective, platform=platform)
+    stage = fish_omni_full_graph.STAGE
+    settings = _stage_settings(deploy.config, effective(deploy.config), stage, cli)
+    options = settings.items.get(fish_omni_full_graph.KEY)
+    assert options is None or isinstance(options, FullGraphOptions)
+    judged = host.fit(patch_for(fish_omni_full_graph.KEY))
+    return fish_omni_full_graph.plan(
+        pipeline=pipeline,
+        platform=platform,
+        deploy=deploy.config,
+        effective=effective,
+        options=options,
+        files=deploy.files,
+        cli=cli,
+        baseline=deploy.baseline,
+        unfit="" if judged.applies else judged.reason,
+    )
+
+
+def _stage_ids(pipeline_cfg: Any) -> frozenset[int] | None:
+    stages = getattr(pipeline_cfg, "stages", None)
+    return frozenset(stage.stage_id for stage in stages) if stages else None
+
+
+def _prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments for the stock call."""
+    pipeline_cfg = args[0] if args else kwargs["pipeline_cfg"]
+    cli = kwargs.get("cli_overrides") or {}
+    deploy = _load(pipeline_cfg, kwargs.get("user_deploy_config"), kwargs.get("deploy_config_path"))
+    platform = _platform()
+    if not _check(deploy, platform, cli, _stage_ids(pipeline_cfg)):
+        return kwargs
+    if pipeline_cfg.model_type != fish_omni_full_graph.PIPELINE:
+        return kwargs
+    report, edited = _graphs(pipeline_cfg.model_type, deploy, platform, cli)
+    logger.info("omni_speech_accel: %s", report.line())
+    if edited is None:
+        return kwargs
+    return {**kwargs, "user_deploy_config": edited, "deploy_config_path": deploy.path}
+
+
+def from_pipeline_config(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Check the deploy's blocks, then build the config, from a changed copy of the deploy where an item asks for it.
+
+    Raises:
+        SettingsError: A block is wrong; the server must not start.
+    """
+    if killed():
+        return wrapped(*args, **kwargs)
+    try:
+        kwargs = _prepared(args, kwargs)
+    except SettingsError:
+        raise
+    except Exception:
+        logger.exception("omni_speech_accel: the deploy config could not be judged; the host builds it as it is")
+    return wrapped(*args, **kwargs)
+
+
+def _pipeline_of(files: tuple[DeployFile, ...], config: Any) -> str | None:
+    """The pipeline that a deploy is for: what it says, or whose default file its chain ends in."""
+    from vllm_omni.config.pipeline_registry import OMNI_PIPELINES
+
+    if config.pipeline is not None:
+        return str(config.pipeline)
+    names = {Path(file.path).name for file in files if file.stock}
+    for key, entry in OMNI_PIPELINES.items():
+        if getattr(entry, "default_deploy_config_name", None) in names:
+            return str(key)
+    return None
+
+
+def explain(
+    deploy_config: str | Path | None = None,
+    *,
+    pipeline: str | None = None,
+    platform: str | None = None,
+    cli_overrides: Mapping[str, Any] | None = None,
+) -> DeployReport:
+    """What a deploy asks for and what will come of it, without starting anything. Imports the host.
+
+    Args:
+        deploy_config: A deploy YAML, by path or by the name of one that the host ships; ``None``: the
+            default deploy of ``pipeline``.
+        pipeline: The host's pipeline key, where the deploy does not tell it.
+        platform: ``cuda``, ``npu``, ...; default: the host's own.
+        cli_overrides: Command-line settings in the host's spelling (``enforce_eager``, ``stage_0_max_num_seqs``).
+    """
+    from vllm_omni.config.pipeline_registry import OMNI_PIPELINES
+
+    cli = dict(cli_overrides or {})
+    platform = _platform() if platform is None else platform.lower()
+    path = None if deploy_config is None else str(deploy_config)
+    known = OMNI_PIPELINES.get(pipeline) if pipeline is not None else None
+    files: tuple[DeployFile, ...] = ()
+    blocks: tuple[str, ...] = ()
+    stages: tuple[StageItems, ...] = ()
+    graphs: GraphReport | None = None
+    refusal = error = ""
+    try:
+        if path is None and known is None:
+            raise ValueError(f"this host has no pipeline {pipeline}")
+        deploy = _load(known, None, path)
+        files, path = deploy.files, deploy.path
+        pipeline = pipeline or _pipeline_of(files, deploy.config)
+        known = OMNI_PIPELINES.get(pipeline) if pipeline is not None else None
+        refusal = _refusal(deploy.config, platform)
+        _check(deploy, platform, cli, _stage_ids(known))
+        blocks = tuple(block.where for file in files for block in find_blocks(file.content, file.path))
+        effective = _effective(deploy.config, platform)
+        found = []
+        for stage in effective.stages:
+            settings = _stage_settings(deploy.config, effective, stage.stage_id, cli)
+            on = tuple(key for key in settings.items if settings.enabled(key))
+            off = tuple(key for key in settings.items if not settings.enabled(key))
+            found.append(StageItems(stage.stage_id, settings.present, on, off))
+        stages = tuple(found)
+        if pipeline == fish_omni_full_graph.PIPELINE:
+            graphs, _ = _graphs(pipeline, deploy, platform, cli)
+    except (SettingsError, OSError, ValueError) as problem:
+        error = str(problem)
+        judged = host.fit(patch_for(fish_omni_full_graph.KEY))
+        if pipeline == fish_omni_full_graph.PIPELINE and not judged.applies:
+            graphs = GraphReport(pipeline, platform, False, False, judged.reason)
+    return DeployReport(path, pipeline, platform, tuple(f.path for f in files), blocks, stages, graphs, refusal, error)
