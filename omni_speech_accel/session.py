@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from omni_speech_accel import __version__
 from omni_speech_accel.metrics import ItemCounters
+from omni_speech_accel.patches import PATCHES
 from omni_speech_accel.settings import BLOCK, ItemOptions, Settings, resolve
 
 __all__ = [
@@ -42,14 +43,18 @@ class StageSession:
         settings: The validated block of this stage.
         stage: The stage's name in messages and metrics.
         unfit: ``{item: reason}`` of the items that do not fit this host or platform.
+        kind: What the stage's model is (``Patch.kinds``); items of other kinds do not concern it. ``None``: all do.
     """
 
-    def __init__(self, settings: Settings, stage: str, unfit: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, stage: str, unfit: Mapping[str, str] | None = None, kind: str | None = None
+    ) -> None:
         self.settings = settings
         self.stage = stage
         self._lock = threading.RLock()
+        self._items = tuple(patch.key for patch in PATCHES if kind is None or kind in patch.kinds)
         self._unfit: dict[str, str] = dict(unfit or {})
-        self._on = frozenset(key for key in settings.items if settings.enabled(key) and key not in self._unfit)
+        self._on = frozenset(key for key in self._items if settings.enabled(key) and key not in self._unfit)
         self._counters: dict[str, ItemCounters] = {}
         self._states: dict[str, Any] = {}
         self._announced = False
@@ -61,6 +66,10 @@ class StageSession:
     def options(self, key: str) -> ItemOptions:
         """The validated options of item ``key``."""
         return self.settings.options(key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageSession:
+        """A copied model is the same stage; locks and counters do not copy."""
+        return self
 
     def reject(self, key: str, reason: str) -> None:
         """Take item ``key`` out of this stage for good, and say why (once)."""
@@ -78,7 +87,8 @@ class StageSession:
     def not_applied(self) -> dict[str, str]:
         """``{item: reason}`` of the items that were asked for and do not act."""
         with self._lock:
-            return {key: reason for key, reason in self._unfit.items() if self.settings.enabled(key)}
+            reasons = self._unfit
+            return {key: reasons[key] for key in self._items if key in reasons and self.settings.enabled(key)}
 
     def counters(self, key: str) -> ItemCounters:
         """The counters of item ``key`` in this stage."""
@@ -118,8 +128,8 @@ class StageSession:
         if not self.settings.present:
             return head + f"no {BLOCK} block, stock"
         refused = self.not_applied
-        on = [key for key in self.settings.items if key in self._on]
-        off = [key for key in self.settings.items if key not in self._on and key not in refused]
+        on = [key for key in self._items if key in self._on]
+        off = [key for key in self._items if key not in self._on and key not in refused]
         parts = [f"on: {', '.join(on) or 'none'}", f"off: {', '.join(off) or 'none'}"]
         if refused:
             parts.append("not applied: " + ", ".join(f"{key} ({reason})" for key, reason in refused.items()))

@@ -55,7 +55,11 @@ class Hook:
 
 @dataclass(frozen=True)
 class Patch:
-    """One row: an item that a deploy YAML can switch on its own."""
+    """One row: an item that a deploy YAML can switch on its own.
+
+    ``kinds`` are the stage models in which the item acts: ``code2wav`` (MiniCPM-o stage 2), ``token2wav``
+    (Step-Audio 2, or a Token2Wav core on its own), ``talker`` (MiniCPM-o stage 1); ``deploy``: on the deploy config.
+    """
 
     key: str
     summary: str
@@ -68,6 +72,7 @@ class Patch:
     platforms: tuple[str, ...] = ("cuda", "npu", "cpu")
     default: bool = True
     options: str = "ItemOptions"
+    kinds: tuple[str, ...] = ("code2wav", "token2wav")
     stages: str = "MiniCPM-o stage 2, Step-Audio 2 Token2Wav"
 
     @property
@@ -98,6 +103,7 @@ PATCHES: tuple[Patch, ...] = (
         why="Each frame rebuilt it with torch.tensor(..., device=...), a blocking host-to-device copy.",
         parity="bit-exact",
         retire="when the host keeps the index itself",
+        kinds=("talker",),
         stages="MiniCPM-o stage 1 (talker)",
         hooks=(
             Hook(
@@ -188,6 +194,7 @@ PATCHES: tuple[Patch, ...] = (
         retire="when the host's own deploy asks for FULL_AND_PIECEWISE on NPU: the item then finds nothing to change",
         platforms=("npu",),
         options="FullGraphOptions",
+        kinds=("deploy",),
         stages="fish_omni stage 0",
         needs=(
             Symbol(

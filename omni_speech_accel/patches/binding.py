@@ -70,10 +70,14 @@ class _Lazy:
         self._function = function
         self._resolved: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def resolve(self) -> Callable[..., Any]:
+        """The function; raises whatever its module's import raises."""
         if self._resolved is None:
             self._resolved = getattr(importlib.import_module(self._module), self._function)
-        return self._resolved(*args)
+        return self._resolved
+
+    def __call__(self, *args: Any) -> Any:
+        return self.resolve()(*args)
 
 
 def _item_handler(patch: Patch, wrapper: str) -> Handler:
@@ -85,7 +89,12 @@ def _item_handler(patch: Patch, wrapper: str) -> Handler:
         session = find(instance)
         if session is None or not session.on(key):
             return wrapped(*args, **kwargs)
-        return act(session, wrapped, instance, args, kwargs)
+        try:
+            function = act.resolve()
+        except Exception as error:
+            session.reject(key, f"its code could not be imported: {type(error).__name__}: {error}")
+            return wrapped(*args, **kwargs)
+        return function(session, wrapped, instance, args, kwargs)
 
     return handle
 

@@ -11,7 +11,6 @@ A device model that the host installs itself is left in place.
 from __future__ import annotations
 
 import inspect
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from omni_speech_accel.patches.prompt_features import loads_now
 from omni_speech_accel.session import StageSession
 
 __all__ = ["enable_device_spk_embedding", "enable_trt_spk_embedding", "ensure_models_loaded"]
-
-logger = logging.getLogger("vllm.omni_speech_accel")
 
 KEY = "speaker_device"
 
@@ -31,20 +28,23 @@ def _is_cpu_session(model: Any) -> bool:
     return model is None or isinstance(model, onnxruntime.InferenceSession)
 
 
+def _is_ours(model: Any) -> bool:
+    from omni_speech_accel.models.campplus import Campplus
+
+    return isinstance(model, Campplus)
+
+
 def _load(session: StageSession, core: Any) -> Any | None:
     """Our CAM++ on the core's device, or ``None`` with the item rejected for this stage."""
-    from omni_speech_accel.models.campplus import check_parity, load_campplus
+    from omni_speech_accel.models.campplus import load_campplus
 
     onnx_path = Path(core.model_path) / "campplus.onnx"
     try:
-        model = load_campplus(onnx_path, core.device)
-        report = check_parity(model, onnx_path)
+        return load_campplus(onnx_path, core.device)
     except Exception as error:
         # Whatever keeps our model from standing (format, parity, memory), stock's own session serves the stage.
         session.reject(KEY, f"{type(error).__name__}: {error}")
         return None
-    logger.debug("omni_speech_accel: CAM++ parity to onnxruntime: %s", report)
-    return model
 
 
 def ensure_models_loaded(
@@ -53,9 +53,7 @@ def ensure_models_loaded(
     """Put our CAM++ in place of stock's CPU session once the models are loaded."""
     if not loads_now(session, wrapped, core, args, kwargs):
         return
-    from omni_speech_accel.models.campplus import Campplus
-
-    if isinstance(core._spk_model, Campplus):
+    if _is_ours(core._spk_model):
         return
     if not _is_cpu_session(core._spk_model):
         session.reject(KEY, f"the host's own {type(core._spk_model).__name__} is used")

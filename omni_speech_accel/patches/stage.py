@@ -28,12 +28,14 @@ def device_type() -> str:
     return getattr(current_omni_platform, "device_type", "") or "cpu"
 
 
-def unfit_items(settings: Settings, device: str) -> dict[str, str]:
-    """``{item: reason}`` of the items that cannot act on this host or device."""
+def unfit_items(settings: Settings, kind: str, device: str) -> dict[str, str]:
+    """``{item: reason}`` of the items of a stage of ``kind`` that cannot act on this host or device."""
     reasons: dict[str, str] = {}
     if not settings.present:
         return reasons
     for patch in PATCHES:
+        if kind not in patch.kinds:
+            continue
         judged = host.fit(patch)
         if not judged.applies:
             reasons[patch.key] = judged.reason
@@ -42,20 +44,30 @@ def unfit_items(settings: Settings, device: str) -> dict[str, str]:
     return reasons
 
 
-def open_session(vllm_config: Any, fallback_name: str) -> StageSession:
-    """The session of the stage that ``vllm_config`` describes.
+_KINDS = {
+    "MiniCPMO45Code2Wav": "code2wav",
+    "StepAudio2Token2WavForConditionalGeneration": "token2wav",
+    "StepAudio2Token2WavCore": "token2wav",
+    "MiniCPMO45OmniTTSForConditionalGeneration": "talker",
+}
+
+
+def open_session(vllm_config: Any, model: object) -> StageSession:
+    """The session of the stage whose model ``vllm_config`` builds.
 
     Raises:
         SettingsError: A block in the deploy YAML is wrong; the stage must not start.
     """
     settings = settings_from_vllm_config(vllm_config)
-    stage = getattr(getattr(vllm_config, "model_config", None), "model_stage", None) or fallback_name
+    name = next(cls.__name__ for cls in type(model).__mro__ if cls.__name__ in _KINDS)
+    kind = _KINDS[name]
+    stage = getattr(getattr(vllm_config, "model_config", None), "model_stage", None) or name
     try:
-        unfit = unfit_items(settings, device_type())
+        unfit = unfit_items(settings, kind, device_type())
     except Exception as error:
         logger.exception("omni_speech_accel: the host could not be judged; stage %s runs stock", stage)
         unfit = {patch.key: f"the host could not be judged: {error}" for patch in PATCHES}
-    return StageSession(settings, str(stage), unfit)
+    return StageSession(settings, str(stage), unfit, kind)
 
 
 def _vllm_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,7 +76,7 @@ def _vllm_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def stage_model_init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Open the stage's session before its model is built."""
-    session = open_session(_vllm_config(args, kwargs), type(instance).__name__)
+    session = open_session(_vllm_config(args, kwargs), instance)
     with use_session(session):
         result = wrapped(*args, **kwargs)
     attach(instance, session)
@@ -99,7 +111,7 @@ def core_init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
 
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None:
-            session = open_session(vllm_config, type(instance).__name__)
+            session = open_session(vllm_config, instance)
             session.announce()
     if session is not None:
         attach(instance, session)
