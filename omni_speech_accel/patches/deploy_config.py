@@ -9,11 +9,12 @@ Deploys without a block pass through untouched.
 
 from __future__ import annotations
 
+import ast
 import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from omni_speech_accel.patches.fish_omni_full_graph import GraphReport
 from omni_speech_accel.plugin import killed
 from omni_speech_accel.settings import BLOCK, FullGraphOptions, Settings, SettingsError, parse_block, resolve
 
-__all__ = ["DeployReport", "StageItems", "explain", "from_pipeline_config"]
+__all__ = ["DeployReport", "HostPipeline", "StageItems", "explain", "from_pipeline_config", "host_pipelines"]
 
 logger = logging.getLogger("vllm.omni_speech_accel")
 
@@ -174,14 +175,17 @@ def _refusal(deploy: Any, platform: str | None) -> str:
 
 
 def _connector_extra(deploy: Any, stage_id: int) -> Mapping[str, Any]:
-    """The connector ``extra`` that the host hands to a stage."""
+    """The connector ``extra`` that the host hands to a stage: of an edge into it, else of one out of it."""
     from vllm_omni.distributed.omni_connectors import load_omni_transfer_config
-    from vllm_omni.engine.stage_init_utils import get_stage_connector_spec
 
     # The host reads connectors from the deploy file, so the platform's overrides do not touch them.
     transfer = load_omni_transfer_config(config_dict=_content(deploy))
-    extra = get_stage_connector_spec(transfer, stage_id, True).get("extra")
-    return extra if isinstance(extra, Mapping) else {}
+    edges = transfer.connectors if transfer is not None else {}
+    for side in (1, 0):  # engine.stage_init_utils.get_stage_connector_spec: receiver before sender
+        for edge, spec in edges.items():
+            if edge[side] == str(stage_id):
+                return spec.extra or {}
+    return {}
 
 
 def _stage_settings(deploy: Any, effective: Any, stage_id: int, cli: Mapping[str, Any]) -> Settings:
@@ -344,17 +348,64 @@ def from_pipeline_config(wrapped: Any, instance: Any, args: tuple[Any, ...], kwa
     return wrapped(*args, **kwargs)
 
 
+@dataclass(frozen=True)
+class _HostStage:
+    stage_id: int
+
+
+@dataclass(frozen=True)
+class HostPipeline:
+    """A pipeline as its source file states it: the part that judging a deploy needs."""
+
+    model_type: str
+    default_deploy_config_name: str | None
+    stages: tuple[_HostStage, ...]
+
+
+def _constant(call: ast.Call, name: str) -> Any:
+    value = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+    return value.value if isinstance(value, ast.Constant) else None
+
+
+def _stage_numbers(pipeline: ast.Call) -> list[int]:
+    """Stage ids where the call spells its stages out, else none."""
+    stages = next((keyword.value for keyword in pipeline.keywords if keyword.arg == "stages"), None)
+    elements = stages.elts if isinstance(stages, ast.Tuple) else []
+    numbers = [_constant(element, "stage_id") if isinstance(element, ast.Call) else None for element in elements]
+    known = [number for number in numbers if isinstance(number, int)]
+    return known if len(known) == len(numbers) else []
+
+
+def _calls(node: ast.AST, name: str) -> list[ast.Call]:
+    return [
+        call
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name
+    ]
+
+
+@lru_cache(maxsize=1)
+def host_pipelines() -> dict[str, HostPipeline]:
+    """The host's pipelines, read off its ``pipeline.py`` files: its registry imports every model it has."""
+    location = host.host_info().location
+    found: dict[str, HostPipeline] = {}
+    for path in sorted((location / "model_executor" / "models").glob("*/pipeline.py")) if location else ():
+        for call in _calls(ast.parse(path.read_text(encoding="utf-8")), "PipelineConfig"):
+            model_type = _constant(call, "model_type")
+            if isinstance(model_type, str):
+                stages = tuple(_HostStage(number) for number in _stage_numbers(call))
+                default = _constant(call, "default_deploy_config_name")
+                found[model_type] = HostPipeline(model_type, default, stages)
+    return found
+
+
 def _pipeline_of(files: tuple[DeployFile, ...], config: Any) -> str | None:
     """The pipeline that a deploy is for: what it says, or whose default file its chain ends in."""
-    from vllm_omni.config.pipeline_registry import OMNI_PIPELINES
-
     if config.pipeline is not None:
         return str(config.pipeline)
     names = {Path(file.path).name for file in files if file.stock}
-    for key, entry in OMNI_PIPELINES.items():
-        if getattr(entry, "default_deploy_config_name", None) in names:
-            return str(key)
-    return None
+    fitting = [key for key, entry in host_pipelines().items() if entry.default_deploy_config_name in names]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def explain(
@@ -373,24 +424,22 @@ def explain(
         platform: ``cuda``, ``npu``, ...; default: the host's own.
         cli_overrides: Command-line settings in the host's spelling (``enforce_eager``, ``stage_0_max_num_seqs``).
     """
-    from vllm_omni.config.pipeline_registry import OMNI_PIPELINES
-
     cli = dict(cli_overrides or {})
     platform = _platform() if platform is None else platform.lower()
     path = None if deploy_config is None else str(deploy_config)
-    known = OMNI_PIPELINES.get(pipeline) if pipeline is not None else None
+    known = host_pipelines().get(pipeline or "")
     files: tuple[DeployFile, ...] = ()
     blocks: tuple[str, ...] = ()
     stages: tuple[StageItems, ...] = ()
     graphs: GraphReport | None = None
     refusal = error = ""
     try:
-        if path is None and known is None:
-            raise ValueError(f"this host has no pipeline {pipeline}")
+        if path is None and (known is None or known.default_deploy_config_name is None):
+            raise ValueError(f"this host has no deploy for the pipeline {pipeline}")
         deploy = _load(known, None, path)
         files, path = deploy.files, deploy.path
         pipeline = pipeline or _pipeline_of(files, deploy.config)
-        known = OMNI_PIPELINES.get(pipeline) if pipeline is not None else None
+        known = host_pipelines().get(pipeline or "")
         refusal = _refusal(deploy.config, platform)
         _check(deploy, platform, cli, _stage_ids(known))
         blocks = tuple(block.where for file in files for block in find_blocks(file.content, file.path))
