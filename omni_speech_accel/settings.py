@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 __all__ = [
     "BLOCK",
     "ColdReferenceOptions",
+    "CrossReferenceOptions",
     "FullGraphOptions",
     "GraphOptions",
     "ItemOptions",
@@ -59,6 +60,26 @@ class ColdReferenceOptions(ItemOptions):
     )
     max_memory_mib: int | None = Field(
         default=None, ge=64, description="Cap on the transient memory of one solve; default: half of the free memory."
+    )
+    encoder_graphs: int = Field(
+        default=4,
+        ge=0,
+        le=64,
+        description="Graphs of the prompt encoder, one per group size and reference length (CUDA).",
+    )
+
+
+class CrossReferenceOptions(ItemOptions):
+    """Options of ``cross_reference_decode``."""
+
+    max_batch: int | None = Field(
+        default=None, ge=1, le=256, description="Rows of one joined decode; default: the host's largest graphed batch."
+    )
+    max_memory_mib: int | None = Field(
+        default=None,
+        ge=64,
+        description="Cap on the transient memory of a joined decode that stacks its rows' caches; "
+        "default: half of the free memory.",
     )
 
 
