@@ -42,7 +42,7 @@ def ready_platform(wanted: str = "auto") -> str:
         BenchError: The host is missing, the kill switch is set, or the host's platform is not the wanted one.
     """
     if plugin.killed():
-        raise BenchError(f"{plugin.KILL_SWITCH} switches the package off in this environment: unset it for this command")
+        raise BenchError(f"{plugin.KILL_SWITCH} switches the package off here: unset it for this command")
     plugin.register()
     if not plugin.is_registered():
         raise BenchError("the plugin could not be registered; the log says why")
@@ -338,6 +338,13 @@ def scratch_copy(model: Path, target: Path) -> Path:
 
     shutil.copytree(model, target, copy_function=link, symlinks=False)
     return target
+
+
+def stage_session(model: Path, block: Any, stage: str) -> StageSession:
+    """A session as a stage would open it with `block`, without the stage."""
+    from omni_speech_accel.patches.stage import open_session
+
+    return open_session(_vllm_config(model, StageProfile(stage), block), stage)
 
 
 def describe_block(block: Mapping[str, Any] | bool | None) -> str:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real speech for references, from what the host and its tokenizer ship, cut to the lengths and formats that people send."""
+"""Real speech for references, as the host and its tokenizer ship it, in the lengths and formats that people send."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +21,6 @@ __all__ = ["REFERENCE_RATE", "Reference", "distinct_references", "reference_file
 REFERENCE_RATE = 24000
 """Rate that the stage folds every reference to. Source: ``_REF_TARGET_SAMPLE_RATE`` of the host's Code2Wav module."""
 
-# Speech that an installed host always has: (package, files under it).
-_SHIPPED = (
-    (
-        "vllm_omni",
-        (
-            "model_executor/models/step_audio2/assets/default_female.wav",
-            "model_executor/models/step_audio2/assets/default_male.wav",
-        ),
-    ),
-    ("s3tokenizer", ("assets/BAC009S0764W0121.wav", "assets/BAC009S0764W0122.wav")),
-)
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -49,20 +36,11 @@ class Reference:
         return len(self.samples) / self.rate
 
 
-def _shipped_files() -> list[Path]:
-    found = []
-    for package, names in _SHIPPED:
-        spec = importlib.util.find_spec(package)
-        for root in (spec.submodule_search_locations or ()) if spec is not None else ():
-            found += [path for name in names if (path := Path(root) / name).is_file()]
-    return found
-
-
 def _soundfile() -> Any:
     try:
         import soundfile
     except ImportError as error:
-        raise BenchError("soundfile is needed to read and write audio: pip install 'omni-speech-accel[bench]'") from error
+        raise BenchError("soundfile reads and writes the audio: pip install 'omni-speech-accel[bench]'") from error
     return soundfile
 
 
@@ -76,26 +54,33 @@ def _resample(samples: Waveform, rate: int, target: int) -> Waveform:
         width = round(rate / target)
         samples = np.convolve(samples, np.full(width, 1.0 / width), mode="same").astype(np.float32)
     positions = np.arange(int(len(samples) * target / rate)) * (rate / target)
-    return np.interp(positions, np.arange(len(samples)), samples).astype(np.float32)
+    resampled: Waveform = np.interp(positions, np.arange(len(samples)), samples).astype(np.float32)
+    return resampled
 
 
-def speech(rate: int = REFERENCE_RATE, extra: Sequence[Path] = ()) -> list[Reference]:
-    """Every speech file that is here, at ``rate``, the caller's ``extra`` first.
+def speech(rate: int = REFERENCE_RATE) -> list[Reference]:
+    """The speech that ships with the host and its tokenizer, at ``rate``.
 
     Raises:
-        BenchError: Neither the host nor the tokenizer has its speech files here.
+        BenchError: It is not here.
     """
+    from omni_speech_accel.checkpoint.references import host_speech
+
     soundfile = _soundfile()
+    try:
+        paths = host_speech()
+    except FileNotFoundError as error:
+        raise BenchError(str(error)) from error
     found = []
-    for path in [*extra, *_shipped_files()]:
+    for path in paths:
         samples, file_rate = soundfile.read(path, dtype="float32", always_2d=True)
         found.append(Reference(path.stem, _resample(samples.mean(axis=1), int(file_rate), rate), rate))
-    if not found:
-        raise BenchError("no speech to use as a reference: neither vllm-omni nor s3tokenizer is installed here")
     return found
 
 
-def distinct_references(count: int, seconds: float, *, take: int = 0, voices: Sequence[Reference] = ()) -> list[Reference]:
+def distinct_references(
+    count: int, seconds: float, *, take: int = 0, voices: Sequence[Reference] = ()
+) -> list[Reference]:
     """``count`` different pieces of real speech of ``seconds`` each, never the same piece twice.
 
     Args:

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How each item is held against stock: one row per item of the patch table.
+
+A row says what the item is compared by and how far it may differ. Items that act
+on one thing share its check: prompt features, the talker's stop censoring,
+decoded streams, the deploy configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from omni_speech_accel.bench.compare import EXACT, Tolerance
+
+if TYPE_CHECKING:
+    from omni_speech_accel.bench.workbench import Outcome, Workbench
+
+__all__ = ["CHECKS", "Check", "block_of"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """How one item is verified.
+
+    Args:
+        run: Makes the comparison on a workbench.
+        tolerances: By the name of what is compared; everything else must be bit-exact.
+        beside: Items that are on in both arms, since this one acts on what they put there.
+        phases: The bench phases that the item can change; empty where the speech stage's work does not show it.
+        acted: Names of counter events of which one must be above zero, or the item did nothing; empty: any event.
+    """
+
+    run: Callable[[Workbench, str], Outcome]
+    tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
+    acted: tuple[str, ...] = ()
+
+    def tolerance(self, what: str) -> Tolerance:
+        """The tolerance of what is compared."""
+        return self.tolerances.get(what, EXACT)
+
+
+def block_of(*items: str) -> dict[str, bool]:
+    """A settings block with exactly ``items`` on."""
+    from omni_speech_accel.patches import PATCHES
+
+    return {patch.key: patch.key in items for patch in PATCHES}
+
+
+def _prompt(bench: Workbench, item: str) -> Outcome:
+    from omni_speech_accel.bench.prompt_check import check_prompt_features
+
+    return check_prompt_features(bench, item, CHECKS[item])
+
+
+def _stop(bench: Workbench, item: str) -> Outcome:
+    from omni_speech_accel.bench.talker_check import check_stop_censoring
+
+    return check_stop_censoring(bench, item, CHECKS[item])
+
+
+def _streams(bench: Workbench, item: str) -> Outcome:
+    from omni_speech_accel.bench.stream_check import check_streams
+
+    return check_streams(bench, item, CHECKS[item])
+
+
+def _deploy(bench: Workbench, item: str) -> Outcome:
+    from omni_speech_accel.bench.deploy_check import check_full_graph
+
+    return check_full_graph(bench, item, CHECKS[item])
+
+
+SPEAKER = "speaker embedding"
+FEATURES = ("prompt_features", "first_chunk")
+
+CHECKS: Mapping[str, Check] = {
+    "stop_index_cache": Check(_stop, acted=("hits",)),
+    "sync_free_prompt": Check(_prompt, phases=FEATURES, acted=("calls",)),
+    # The gate at load allows 1e-5; the embedding of real speech is scaled otherwise than the gate's inputs.
+    "speaker_device": Check(_prompt, {SPEAKER: Tolerance(1e-4, 0.99999)}, phases=FEATURES),
+    "speaker_graph": Check(
+        _prompt, {SPEAKER: Tolerance(1e-5)}, beside=("speaker_device",), phases=FEATURES, acted=("replays",)
+    ),
+    "speaker_stream": Check(_prompt, beside=("speaker_device",), phases=FEATURES, acted=("calls",)),
+    "s3_graph": Check(_prompt, phases=FEATURES, acted=("replays",)),
+    "fish_omni_full_graph": Check(_deploy),
+    "cold_reference_batch": Check(_streams, phases=("first_chunk",)),
+    "cold_setup_precapture": Check(_streams, beside=("cold_reference_batch",), phases=("first_chunk",)),
+    "cross_reference_decode": Check(_streams, phases=("first_chunk", "steady_chunk")),
+}

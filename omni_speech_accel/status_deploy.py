@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a deploy YAML asks for, item by item, for `status`.
+
+Read with plain YAML and the rules of :mod:`omni_speech_accel.deploy`, in
+milliseconds. What only the host can tell (will it accept the deploy on this
+platform, will the graph override apply) is asked of the host for fish_omni,
+whose item changes the deploy, and for any deploy where the caller wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from omni_speech_accel import host
+from omni_speech_accel.deploy import Block, DeployFile, check_blocks, read_chain
+from omni_speech_accel.overlays import PROFILES
+from omni_speech_accel.settings import ItemOptions, SettingsError, parse_block
+
+if TYPE_CHECKING:
+    from omni_speech_accel.patches.deploy_config import DeployReport
+
+__all__ = ["Asked", "DeployView", "read_deploy"]
+
+_FULL_GRAPH = "fish_omni_full_graph"
+_FISH = "fish_omni"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the deploy says about one item. ``explicit``: a block names it instead of leaving its default."""
+
+    enabled: bool
+    explicit: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DeployView:
+    """A deploy YAML with its bases. ``report``: what the host says to it, where it was asked."""
+
+    path: str
+    files: tuple[DeployFile, ...]
+    pipeline: str | None
+    blocks: tuple[Block, ...]
+    items: Mapping[str, Asked]
+    report: DeployReport | None = None
+
+    def asked(self, item: str) -> Asked | None:
+        """What the deploy says about ``item``; ``None`` where it has no block."""
+        return self.items.get(item)
+
+    def obstacle(self, item: str) -> str:
+        """Why the host will not let ``item`` act on this deploy, or ``""``."""
+        if item != _FULL_GRAPH or self.report is None or self.report.graphs is None:
+            return ""
+        graphs = self.report.graphs
+        return "" if graphs.applied else graphs.reason
+
+    @property
+    def family(self) -> str | None:
+        """The model family that the table's ``stages`` texts speak of, where the pipeline is one that it knows."""
+        return next(
+            (profile.family for profile in PROFILES if self.pipeline and profile.base == f"{self.pipeline}.yaml"), None
+        )
+
+    @property
+    def refusal(self) -> str:
+        """What the host will stop with on this platform, or ``""``."""
+        return self.report.refusal if self.report is not None else ""
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path} is no valid YAML: {error}") from error
+    if content is not None and not isinstance(content, Mapping):
+        raise SettingsError(f"{path} holds no mapping")
+    return content or {}
+
+
+def _find(deploy_config: str | Path, stock: Path) -> Path:
+    path = Path(deploy_config)
+    for candidate in (path, stock / path.name, stock / f"{path.name}.yaml"):
+        if candidate.is_file() and (candidate == path or path.parent == Path(".")):
+            return candidate
+    return path
+
+
+def _pipeline(files: tuple[DeployFile, ...]) -> str | None:
+    for file in files:
+        if file.content.get("pipeline"):
+            return str(file.content["pipeline"])
+    return next((Path(file.path).stem for file in files if file.stock), None)
+
+
+def _options(item: ItemOptions) -> dict[str, Any]:
+    return item.model_dump(exclude={"enabled"})
+
+
+def _asked(blocks: tuple[Block, ...]) -> dict[str, Asked]:
+    """Per item, over all blocks of the chain; the overlay's blocks come first and win."""
+    found: dict[str, Asked] = {}
+    for block in blocks:
+        named = block.value if isinstance(block.value, Mapping) else {}
+        for key, options in parse_block(block.value, block.where).items():
+            known = found.get(key)
+            # A later file of the chain is a base: it only adds what no earlier one named.
+            if known is None or (not known.explicit and key in named):
+                found[key] = Asked(options.enabled, key in named, _options(options))
+    return found
+
+
+def read_deploy(deploy_config: str | Path, platform: str, *, ask_host: bool = False) -> DeployView:
+    """Read a deploy YAML and its ``base_config`` chain.
+
+    Args:
+        deploy_config: A path, or the name of a file that the host ships.
+        platform: ``cuda``, ``npu`` or ``cpu``.
+        ask_host: Let the host judge the deploy too, which imports it; always so for fish_omni.
+
+    Raises:
+        FileNotFoundError: A file of the chain is missing.
+        SettingsError: A block is wrong, or stands where it reaches no stage.
+    """
+    location = host.host_info().location
+    stock = (location or Path("/nonexistent")) / "deploy"
+    path = _find(deploy_config, stock)
+    files = read_chain(path, _load, stock)
+    blocks = check_blocks(files)
+    pipeline = _pipeline(files)
+    view = DeployView(str(path), files, pipeline, blocks, _asked(blocks))
+    if location is None or not (ask_host or pipeline == _FISH):
+        return view
+    from omni_speech_accel.patches.deploy_config import explain
+
+    report = explain(path, platform=platform)
+    if report.error:
+        raise SettingsError(report.error)
+    return DeployView(view.path, files, report.pipeline or pipeline, blocks, view.items, report)

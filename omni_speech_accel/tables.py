@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reports of the command line as tables for reading. The same reports are JSON for machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from omni_speech_accel.bench.verify import ItemResult, VerifyReport
+    from omni_speech_accel.status import Status
+
+__all__ = ["print_status", "print_verify"]
+
+_STYLES = {
+    "on": "green",
+    "available": "green",
+    "passed": "green",
+    "off": "dim",
+    "not applied": "yellow",
+    "not run": "yellow",
+    "failed": "bold red",
+    "error": "bold red",
+    "warning": "yellow",
+    "hint": "dim",
+}
+
+
+def _styled(word: str) -> Text:
+    return Text(word, style=_STYLES.get(word, ""))
+
+
+def _facts(console: Console, rows: list[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), Text(value))
+    console.print(table)
+
+
+def print_status(status: Status, console: Console | None = None) -> None:
+    """Facts, the items, and what to mind."""
+    console = console or Console()
+    engines = ", ".join(f"{name} {version}" for name, version in status.engines.items())
+    rows = [
+        ("omni-speech-accel", status.version),
+        ("host", f"vllm-omni {status.host or 'not installed'}" + (f" ({engines})" if engines else "")),
+        ("", status.stack),
+        ("platform", f"{status.platform.name} ({status.platform.source})"),
+        ("VLLM_PLUGINS", f"{status.plugin.filter or 'unset: every plugin loads'}; to filter, use:"),
+        ("", status.plugin.recommended),
+    ]
+    if status.deploy is not None:
+        rows += [("deploy", status.deploy.path), ("", f"pipeline {status.deploy.pipeline or 'not named'}")]
+        rows += [("block", place) for place in status.deploy.blocks]
+    _facts(console, rows)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("item", "state", "fit", "why not / what it does"):
+        table.add_column(title, overflow="fold")
+    for item in status.items:
+        fit = "" if item.state == "not applied" else "verified" if item.verified else "by capability"
+        table.add_row(item.key, _styled(item.state), fit, item.reason or item.summary)
+    console.print()
+    console.print(table)
+    if status.notes:
+        console.print()
+    for note in status.notes:
+        console.print(Text.assemble((f"{note.level}: ", _STYLES[note.level]), note.text))
+
+
+def _detail(result: ItemResult) -> str:
+    if result.reason:
+        return result.reason
+    worst = result.worst
+    if worst is None:
+        return ""
+    if worst.differing == 0:
+        return f"{result.comparisons} comparisons, all equal"
+    return (
+        f"{result.comparisons} comparisons; worst {worst.what}: relative {worst.relative:.2g}, "
+        f"max abs {worst.max_abs:.2g}, cosine {worst.cosine:.9f} ({worst.tolerance})"
+    )
+
+
+def print_verify(report: VerifyReport, console: Console | None = None) -> None:
+    """One line per item, and the verdict."""
+    console = console or Console()
+    _facts(
+        console,
+        [
+            ("host", report.host),
+            ("platform", report.platform),
+            ("model", report.model),
+            ("stage", report.profile),
+        ],
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("item", "result", "seconds", "against stock"):
+        table.add_column(title, overflow="fold")
+    for result in report.results:
+        table.add_row(result.item, _styled(result.status), f"{result.seconds:.1f}", _detail(result))
+    console.print()
+    console.print(table)
+    for result in report.results:
+        for note in result.notes:
+            console.print(f"{result.item}: {note}", style="dim", highlight=False)
+    passed = sum(result.status == "passed" for result in report.results)
+    verdict = f"{passed} of {len(report.results)} items passed"
+    if report.ok:
+        console.print(f"\n{verdict}; nothing failed.", style="green", highlight=False)
+    else:
+        console.print(f"\n{verdict}; failed: {', '.join(report.failed)}", style="bold red", highlight=False)
