@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the plan on both servers, transition by transition, and gathers the verdicts into one report."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from omni_speech_accel.transitions.client import (
+    Ending,
+    RequestOptions,
+    StreamRecord,
+    connect,
+    probe,
+    run_transition,
+)
+from omni_speech_accel.transitions.compare import Status, Tolerance, Verdict, judge_stream
+from omni_speech_accel.transitions.plan import State, StreamSpec, Transition
+
+
+@dataclass(frozen=True)
+class TransitionsConfig:
+    """Everything one check needs.
+
+    `baseline_runs` runs of the baseline set the noise floor; `repeat` runs of the candidate must each match.
+    A transition that was not seen to happen is tried again up to `attempts` times in all.
+    """
+
+    baseline: str
+    candidate: str
+    plan: tuple[Transition, ...]
+    request: RequestOptions = field(default_factory=RequestOptions)
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    baseline_runs: int = 2
+    repeat: int = 1
+    attempts: int = 2
+    on_progress: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class StreamResult:
+    """One stream of one candidate run, its verdict, and the records that it rests on."""
+
+    spec: StreamSpec
+    run: int
+    verdict: Verdict
+    baselines: tuple[StreamRecord, ...]
+    candidate: StreamRecord
+
+
+@dataclass(frozen=True)
+class TransitionResult:
+    """All that is known of one transition.
+
+    `not_exercised` says, per server, what of the intended sequence of batch shapes was not seen; empty when all was.
+    """
+
+    transition: Transition
+    streams: tuple[StreamResult, ...]
+    not_exercised: tuple[str, ...]
+    peaks: dict[str, int]
+
+    @property
+    def status(self) -> Status:
+        """Fail if any stream fails; inconclusive if any is, or if the transition did not happen; else ok."""
+        found = {stream.verdict.status for stream in self.streams}
+        if Status.FAIL in found:
+            return Status.FAIL
+        return Status.INCONCLUSIVE if Status.INCONCLUSIVE in found or self.not_exercised else Status.OK
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole check. `passed` is true only if every transition happened on both servers and every stream is ok."""
+
+    config: TransitionsConfig
+    transitions: tuple[TransitionResult, ...]
+    servers: dict[str, dict[str, Any]]
+    environment: dict[str, Any]
+
+    @property
+    def status(self) -> Status:
+        """The worst status of all transitions."""
+        found = {result.status for result in self.transitions}
+        return next((status for status in (Status.FAIL, Status.INCONCLUSIVE) if status in found), Status.OK)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the candidate was shown to match the baseline in every transition."""
+        return self.status is Status.OK
+
+
+def run_transitions(config: TransitionsConfig) -> Report:
+    """Run the check; needs httpx.
+
+    Raises `ServerUnreachable` if either server does not answer or its model is unknown, `RuntimeError` without httpx.
+    Nothing else that a server does raises: it becomes a verdict.
+    """
+    return asyncio.run(_run(config))
+
+
+async def _run(config: TransitionsConfig) -> Report:
+    started = datetime.now(timezone.utc)
+    async with connect(config.request) as client:
+        servers = {side: await probe(client, getattr(config, side)) for side in ("baseline", "candidate")}
+        options = {side: _with_model(config.request, servers[side]) for side in servers}
+
+        async def play(side: str, transition: Transition) -> list[StreamRecord]:
+            return await run_transition(client, getattr(config, side), transition, options[side])
+
+        results = []
+        for transition in config.plan:
+            config.on_progress(transition.name)
+            results.append(await _check(config, transition, play))
+    environment = {
+        "started": started.isoformat(),
+        "finished": datetime.now(timezone.utc).isoformat(),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+    }
+    return Report(config, tuple(results), servers, environment)
+
+
+def _with_model(request: RequestOptions, server: dict[str, Any]) -> RequestOptions:
+    if request.model or not server["models"]:
+        return request
+    return replace(request, model=str(server["models"][0]))
+
+
+async def _check(config: TransitionsConfig, transition: Transition, play: Any) -> TransitionResult:
+    async def run(side: str) -> list[StreamRecord]:
+        # A busy machine may let a stream end before the next could join; that says nothing about either server.
+        for _ in range(config.attempts - 1):
+            records: list[StreamRecord] = await play(side, transition)
+            if not missing(transition, records) or not all(map(_ended_well, records)):
+                return records
+        return list(await play(side, transition))
+
+    baselines = [await run("baseline") for _ in range(config.baseline_runs)]
+    candidates = [await run("candidate") for _ in range(config.repeat)]
+    streams = [
+        StreamResult(
+            spec,
+            number,
+            judge_stream(spec.index, baselines, records[spec.index], config.tolerance),
+            tuple(run[spec.index] for run in baselines),
+            records[spec.index],
+        )
+        for number, records in enumerate(candidates)
+        for spec in transition.streams
+    ]
+    not_exercised = [
+        f"{side}: {text}"
+        for side, runs in (("baseline", baselines), ("candidate", candidates))
+        for text in dict.fromkeys(text for records in runs for text in missing(transition, records))
+    ]
+    peaks = {
+        "baseline": min(peak_streams(records) for records in baselines),
+        "candidate": min(peak_streams(records) for records in candidates),
+    }
+    return TransitionResult(transition, tuple(streams), tuple(not_exercised), peaks)
+
+
+def _ended_well(record: StreamRecord) -> bool:
+    return record.ending in (Ending.COMPLETE, Ending.CANCELLED)
+
+
+def peak_streams(records: Sequence[StreamRecord]) -> int:
+    """The most streams that were being delivered at one moment: from first to last audio, or until the client left."""
+    spans = [
+        (record.audio_at[0], record.ended_at if record.ending is Ending.CANCELLED else record.audio_at[-1])
+        for record in records
+        if record.audio_at
+    ]
+    return max((sum(start <= at <= end for start, end in spans) for at, _ in spans), default=0)
+
+
+def missing(transition: Transition, records: Sequence[StreamRecord]) -> list[str]:
+    """What the transition meant to force and this run did not show, in words; empty if it showed all of it.
+
+    Judged by what the clients saw: how many streamed at one moment, whether a joiner's first audio fell between the
+    audio of others, whether others went on after a stream finished early or its client left.
+    """
+    found = []
+    peak = peak_streams(records)
+    if peak < transition.peak:
+        found.append(f"{peak} of {transition.peak} streams overlapped")
+    if not transition.strict:
+        return found
+    for spec in transition.streams:
+        record = records[spec.index]
+        others = [other for other in records if other is not record and other.audio_at]
+        joined = spec.role == "joiner" or any(condition.state is State.AUDIO for condition in spec.starts_after)
+        if joined and record.audio_at:
+            first = record.audio_at[0]
+            if not any(other.audio_at[0] < record.sent_at and other.audio_at[-1] > first for other in others):
+                found.append(f"stream {spec.index} did not join while others were decoding")
+        if spec.cancelled and record.ending is not Ending.CANCELLED:
+            found.append(f"stream {spec.index} ended before its client left")
+        leaves_others = spec.role in ("cancelled", "short")
+        if leaves_others and not any(other.audio_at[-1] > record.ended_at for other in others):
+            found.append(f"nobody was streaming after stream {spec.index} left")
+    return found

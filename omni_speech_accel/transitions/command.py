@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``transitions`` command of ``omni-speech-accel``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+EXIT_DIFFERENT = 1
+EXIT_USAGE = 2
+
+
+def _usage(message: str) -> typer.Exit:
+    typer.secho(f"error: {message}", err=True, fg=typer.colors.RED)
+    return typer.Exit(EXIT_USAGE)
+
+
+def _url(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{value!r} is not an http:// or https:// URL")
+    return value.rstrip("/").removesuffix("/v1")
+
+
+def _json_object(value: str | None, option: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    try:
+        text = Path(value[1:]).read_text(encoding="utf-8") if value.startswith("@") else value
+        found = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise _usage(f"{option}: {error}") from error
+    if not isinstance(found, dict):
+        raise _usage(f"{option} must be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _sizes(value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError as error:
+        raise _usage(f"--concurrency takes numbers such as 3,5,7, got {value!r}") from error
+
+
+def transitions(
+    baseline: Annotated[
+        str, typer.Option(help="Base URL of the server taken as right, e.g. http://127.0.0.1:8091.", callback=_url)
+    ],
+    candidate: Annotated[str, typer.Option(help="Base URL of the server to judge.", callback=_url)],
+    concurrency: Annotated[
+        str,
+        typer.Option(
+            help="Stream counts to run each pattern at. Choose counts between the captured sizes, so that batches are "
+            "padded, and at most max_num_seqs - 1, so that a joiner finds a free row."
+        ),
+    ] = "3,5,7",
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Run these patterns only, comma separated: solo, padded, staggered, early-finish, cancel, late-join, "
+            "slot-reuse, churn, recovery. Default: all."
+        ),
+    ] = "",
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Texts to speak, one a line; a line may be a JSON object with 'input' and further request fields "
+            "(its own ref_audio, voice, ...). Needs short and long ones. Default: built-in English sentences."
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the plan: texts, per-request seeds, random patterns. Same seed, same plan.")
+    ] = 0,
+    extra_body: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON object merged into every request, or @FILE that holds one: voice, ref_audio, ref_audio_codes, "
+            "max_new_tokens, extra_params... It wins over everything; null removes a field."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model name to send. Default: the first that each server lists.")
+    ] = None,
+    response_format: Annotated[Literal["pcm", "wav"], typer.Option(help="Audio format to ask for.")] = "pcm",
+    stream_format: Annotated[
+        Literal["sse", "audio"],
+        typer.Option(help="sse: speech.audio.* events, whose end is explicit. audio: the raw bytes."),
+    ] = "sse",
+    pcm_tolerance: Annotated[
+        int, typer.Option(min=0, help="Largest difference of a sample that still counts as equal, in int16 steps.")
+    ] = 0,
+    min_snr: Annotated[
+        float | None,
+        typer.Option(help="Also accept PCM whose signal-to-noise ratio against the baseline reaches this, in dB."),
+    ] = None,
+    pcm: Annotated[
+        bool, typer.Option("--pcm/--no-pcm", help="Compare samples, or completeness and duration alone.")
+    ] = True,
+    duration_tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest difference in duration that still counts as equal, in seconds.")
+    ] = 0.0,
+    baseline_runs: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Runs of the baseline. Their distance from each other is the noise floor; 1 measures none."
+        ),
+    ] = 2,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of the candidate; each one must match.")] = 1,
+    attempts: Annotated[
+        int, typer.Option(min=1, help="Runs to allow until a transition is seen to have happened on a server.")
+    ] = 2,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Longest time for one stream, in seconds.")] = 300.0,
+    stall_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Longest time without a byte on one stream, in seconds.")
+    ] = 120.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="Bearer token, if the servers ask for one.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.json, rows.csv and the WAVs of every stream that is not ok."),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+) -> None:
+    """Check that two speech servers say the same while their batches change under them.
+
+    Sends the same seeded streaming /v1/audio/speech requests to both, in patterns that force padded batches and
+    decode -> mixed -> decode: streams that start one after another, end early, disconnect, join late, take a freed
+    row. Compares completeness, duration and PCM, stream by stream, and says per transition what is wrong: truncated,
+    swapped rows, wrong length, an error inside a 200, a cut stream, different PCM.
+
+    The baseline runs twice first. What it differs from itself by is reported, and never blamed on the candidate.
+
+    Exit code: 0 all transitions match; 1 something differs, or could not be shown (the baseline does not repeat
+    itself, or a transition did not happen); 2 wrong usage, or a server that does not answer.
+
+    Example: omni-speech-accel transitions --baseline http://127.0.0.1:8091 --candidate http://127.0.0.1:8092
+    --extra-body '{"max_new_tokens": 500}' --out transitions-out
+    """
+    from rich.console import Console
+
+    from omni_speech_accel.transitions import check, client, compare, report
+    from omni_speech_accel.transitions.inputs import InputsError, builtin_pool, load_pool
+    from omni_speech_accel.transitions.plan import PlanError, build_plan
+
+    body = _json_object(extra_body, "--extra-body")
+    if min_snr is not None and not pcm:
+        raise _usage("--min-snr and --no-pcm exclude each other")
+    try:
+        pool = builtin_pool() if inputs is None else load_pool(inputs)
+        plan = build_plan(pool, _sizes(concurrency), seed, [name.strip() for name in only.split(",") if name.strip()])
+    except (InputsError, PlanError) as error:
+        raise _usage(str(error)) from error
+    notes = Console(stderr=True)
+    config = check.TransitionsConfig(
+        baseline=baseline,
+        candidate=candidate,
+        plan=plan,
+        request=client.RequestOptions(model, response_format, stream_format, body, timeout, stall_timeout, api_key),
+        tolerance=compare.Tolerance(pcm_tolerance, min_snr, duration_tolerance, pcm),
+        baseline_runs=baseline_runs,
+        repeat=repeat,
+        attempts=attempts,
+        on_progress=lambda name: notes.print(f"running {name}", highlight=False),
+    )
+    try:
+        found = check.run_transitions(config)
+    except (client.ServerUnreachable, RuntimeError) as error:
+        raise _usage(str(error)) from error
+    if out is not None:
+        report.save(found, out)
+    if json_output:
+        typer.echo(json.dumps(report.to_json(found), indent=2))
+    else:
+        report.print_report(found, Console())
+    if not found.passed:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``transitions`` command to `app`."""
+    app.command("transitions")(transitions)
