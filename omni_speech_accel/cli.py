@@ -280,7 +280,7 @@ def verify(
         )
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            (out / "verify.json").write_text(report.as_json() + "\n", encoding="utf-8")
+            (out / "verify.json").write_text(report.as_json(every_comparison=True) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(report.as_json())
     else:

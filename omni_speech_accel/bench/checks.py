@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from omni_speech_accel.bench.compare import EXACT, Tolerance
 
 if TYPE_CHECKING:
+    from omni_speech_accel.bench.driver import Code2WavDriver
     from omni_speech_accel.bench.workbench import Outcome, Workbench
 
 __all__ = ["CHECKS", "Check", "block_of"]
@@ -30,6 +31,7 @@ class Check:
         beside: Items that are on in both arms, since this one acts on what they put there.
         phases: The bench phases that the item can change; empty where the speech stage's work does not show it.
         acted: Names of counter events of which one must be above zero, or the item did nothing; empty: any event.
+        idle: Why the item has nothing to do in a stage that runs by this execution policy, or ``""``.
     """
 
     run: Callable[[Workbench, str], Outcome]
@@ -37,6 +39,7 @@ class Check:
     beside: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     acted: tuple[str, ...] = ()
+    idle: Callable[[Code2WavDriver], str] = lambda driver: ""
 
     def tolerance(self, what: str) -> Tolerance:
         """The tolerance of what is compared."""
@@ -74,6 +77,14 @@ def _deploy(bench: Workbench, item: str) -> Outcome:
     return check_full_graph(bench, item, CHECKS[item])
 
 
+def _cold_policy(driver: Code2WavDriver) -> str:
+    from omni_speech_accel.patches.cold_reference_batch import supported
+
+    if supported(driver.backend):
+        return ""
+    return "this stage does not solve by the host's whole-solve graphs, where grouping is proven; references stay alone"
+
+
 SPEAKER = "speaker embedding"
 FEATURES = ("prompt_features", "first_chunk")
 
@@ -88,7 +99,7 @@ CHECKS: Mapping[str, Check] = {
     "speaker_stream": Check(_prompt, beside=("speaker_device",), phases=FEATURES, acted=("calls",)),
     "s3_graph": Check(_prompt, phases=FEATURES, acted=("replays",)),
     "fish_omni_full_graph": Check(_deploy),
-    "cold_reference_batch": Check(_streams, phases=("first_chunk",)),
+    "cold_reference_batch": Check(_streams, phases=("first_chunk",), idle=_cold_policy),
     "cold_setup_precapture": Check(_streams, beside=("cold_reference_batch",), phases=("first_chunk",)),
     "cross_reference_decode": Check(_streams, phases=("first_chunk", "steady_chunk")),
 }

@@ -8,7 +8,6 @@ for prompt features. Only what the engine would hand to the stage is made here.
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,21 @@ from omni_speech_accel import plugin
 from omni_speech_accel.bench.errors import BenchError, ReferenceMixup
 from omni_speech_accel.bench.profile import StageProfile
 from omni_speech_accel.bench.references import REFERENCE_RATE, Reference
-from omni_speech_accel.session import StageSession, session_of, use_session
+from omni_speech_accel.session import StageSession, attach, session_of
 from omni_speech_accel.settings import BLOCK
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Code2WavDriver", "Payload", "PromptDriver", "ready_platform", "stream_payloads"]
+__all__ = [
+    "Code2WavDriver",
+    "Payload",
+    "PromptDriver",
+    "describe_block",
+    "ready_platform",
+    "stream_payloads",
+    "talker_session",
+]
 
 # A stream's first payload starts with this code as context.
 # Source: ``_MINICPMO45_SILENCE_CODE`` of the host's stage input processor.
@@ -80,7 +87,7 @@ def _vllm_config(model: Path, profile: StageProfile, block: Any) -> Any:
         extra[BLOCK] = block
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            model=str(model), revision=None, model_stage="code2wav", stage_connector_config={"extra": extra}
+            model=str(model), revision=None, model_stage=None, stage_connector_config={"extra": extra}
         ),
         additional_config=dict(profile.additional_config),
         scheduler_config=SimpleNamespace(max_num_seqs=profile.max_num_seqs),
@@ -295,9 +302,10 @@ class PromptDriver:
 
         from omni_speech_accel.patches.stage import open_session
 
-        self.session = open_session(_vllm_config(model, StageProfile("prompt features"), block), "token2wav")
-        with use_session(self.session):
-            self.core: Any = StepAudio2Token2WavCore(str(model / "assets" / "token2wav"), device=platform)
+        self.core: Any = StepAudio2Token2WavCore(str(model / "assets" / "token2wav"), device=platform)
+        self.session = open_session(_vllm_config(model, StageProfile("prompt features"), block), self.core)
+        attach(self.core, self.session)
+        # Loads now, with the session in place, since that is when items put their parts in.
         self.core._ensure_models_loaded()
 
     @property
@@ -326,25 +334,15 @@ class PromptDriver:
         gc.collect()
 
 
-def scratch_copy(model: Path, target: Path) -> Path:
-    """A copy of a model directory's layout with hard links where the file system allows them."""
+def talker_session(model: Path, block: Any) -> StageSession:
+    """The session that a talker stage would open with `block`; the talker itself is not built."""
+    from vllm_omni.model_executor.models.minicpmo_4_5.minicpmo_4_5_omni_tts import (
+        MiniCPMO45OmniTTSForConditionalGeneration as Talker,
+    )
 
-    def link(source: str, destination: str) -> str:
-        try:
-            Path(destination).hardlink_to(source)
-        except OSError:
-            shutil.copy2(source, destination)
-        return destination
-
-    shutil.copytree(model, target, copy_function=link, symlinks=False)
-    return target
-
-
-def stage_session(model: Path, block: Any, stage: str) -> StageSession:
-    """A session as a stage would open it with `block`, without the stage."""
     from omni_speech_accel.patches.stage import open_session
 
-    return open_session(_vllm_config(model, StageProfile(stage), block), stage)
+    return open_session(_vllm_config(model, StageProfile("talker"), block), Talker.__new__(Talker))
 
 
 def describe_block(block: Mapping[str, Any] | bool | None) -> str:

@@ -57,4 +57,6 @@ def check_prompt_features(bench: Workbench, item: str, check: Check) -> Outcome:
         counters = session.snapshot().get(item, {})
     finally:
         driver.close()
-    return Outcome(tuple(differences), refused, native, acted(counters, check.acted) or not check.acted, counters)
+    return Outcome(
+        tuple(differences), refused, native, acted(counters, check.acted) or not check.acted, counters=counters
+    )

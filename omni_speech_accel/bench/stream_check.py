@@ -154,10 +154,11 @@ def check_streams(bench: Workbench, item: str, check: Check) -> Outcome:
                 bench.progress(f"{item}: step {number + 1} of {len(steps)}")
                 differences += _compare_step(step, stock, ours, tolerances)
         refused, native = refusal(ours.session, item)
+        idle = check.idle(ours)
         counters = ours.session.snapshot().get(item, {})
     finally:
         stock.finish(streams)
         ours.close()
     widest = max(spread.values(), default=0.0)
     note = f"tolerance: {SPREAD_FACTOR:g} times stock's own spread over batch sizes ({widest:.2g}), at least {FLOOR:g}"
-    return Outcome(tuple(differences), refused, native, acted(counters, check.acted), counters, (note,))
+    return Outcome(tuple(differences), refused, native, acted(counters, check.acted), idle, counters, (note,))

@@ -23,10 +23,10 @@ def check_stop_censoring(bench: Workbench, item: str, check: Check) -> Outcome:
     import torch
     from vllm_omni.model_executor.models.minicpmo_4_5 import talker_codec_sample
 
-    from omni_speech_accel.bench.driver import stage_session
+    from omni_speech_accel.bench.driver import talker_session
     from omni_speech_accel.session import use_session
 
-    session = stage_session(bench.model, block_of(*check.beside, item), "talker")
+    session = talker_session(bench.model, block_of(*check.beside, item))
     generator = torch.Generator().manual_seed(0)
     floor = torch.tensor([MIN_TOKENS], dtype=torch.int32, device=bench.platform)
     differences: list[Difference] = []
@@ -49,4 +49,4 @@ def check_stop_censoring(bench: Workbench, item: str, check: Check) -> Outcome:
                     differences.append(compare(name, results[0], results[1], check.tolerance("logits")))
     refused, native = refusal(session, item)
     counters = session.snapshot().get(item, {})
-    return Outcome(tuple(differences), refused, native, acted(counters, check.acted), counters)
+    return Outcome(tuple(differences), refused, native, acted(counters, check.acted), counters=counters)

@@ -7,8 +7,10 @@ import difflib
 import json
 import math
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omni_speech_accel import __version__, host
@@ -77,9 +79,15 @@ class VerifyReport:
         """The items that make the command fail."""
         return tuple(result.item for result in self.results if not result.ok)
 
-    def as_json(self) -> str:
-        """The report as one JSON document; a difference that has no number is ``null``."""
+    def as_json(self, *, every_comparison: bool = False) -> str:
+        """The report as one JSON document; a difference that has no number is ``null``.
+
+        Each item has its worst comparison, and all of them with ``every_comparison``.
+        """
         document = {"ok": self.ok, "failed": self.failed, **asdict(self)}
+        if not every_comparison:
+            for result in document["results"]:
+                del result["differences"]
         return json.dumps(_finite(document), indent=2)
 
 
@@ -126,6 +134,8 @@ def _judge(outcome: Outcome) -> tuple[str, str]:
         return FAILED, f"{len(failed)} of {len(outcome.differences)} comparisons differ; {first.what}: {detail}"
     if outcome.counters.get("failures"):
         return FAILED, f"{outcome.counters['failures']:.0f} failures counted; the log says which"
+    if outcome.idle:
+        return NOT_RUN, outcome.idle
     if not outcome.differences or not outcome.acted:
         return FAILED, "the item was on and did not act on this input, so nothing was shown"
     return PASSED, ""
@@ -160,7 +170,8 @@ def _run(bench: Workbench, patch: Patch, check: Check, asked: bool) -> ItemResul
     except BenchError:
         raise
     except Exception as error:
-        return result(FAILED, f"{type(error).__name__}: {error}")
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return result(FAILED, f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})")
     return result(*_judge(outcome), outcome)
 
 

@@ -26,6 +26,7 @@ class Outcome:
         refused: Why the item took itself out of the stage while loading, else ``""``.
         host_native: It did so because the host does its work itself.
         acted: The item's code ran on this input.
+        idle: Why the item has nothing to do under this stage's execution policy, else ``""``.
         counters: The item's counters in the stage.
         notes: How a tolerance was found, and the like.
     """
@@ -34,6 +35,7 @@ class Outcome:
     refused: str = ""
     host_native: bool = False
     acted: bool = True
+    idle: str = ""
     counters: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
