@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loopback proxy in front of a speech server that spoils chosen streams in a chosen way, and passes the rest through.
 
-It works on the events (or raw reads) of real upstream responses, so the same faults can be put in front of a fake and of
-a real ``vllm serve --omni``.
+It works on the events (or raw reads) of real upstream responses, so the same faults can be put in front of a fake and
+of a real ``vllm serve --omni``.
 """
 
 from __future__ import annotations
