@@ -274,16 +274,10 @@ def test_sizes_are_powers_of_two_where_each_size_costs_graphs(decoded: Any) -> N
     stage = tiny.make_stage(ONLY)
     streams = tiny.streams(*(f"voice-{seed}-20" for seed in range(7)))
     tiny.step(stage, streams)
-    called = SimpleNamespace(enabled=True, replay=lambda *inputs: eager(stage.backend, *inputs))
-    stage.backend._cfm_graph_wrapper = called
+    tiny.simulate_step_graphs(stage)
     with decoded(stage) as sizes:
         tiny.step(stage, streams)
     assert sizes == [4, 2, 1]
-
-
-def eager(backend: Any, value: Any, time: Any, cnn: Any, att: Any, cnn_out: Any, att_out: Any, mask: Any) -> Any:
-    result = backend.flow.decoder.estimator.blocks_forward_chunk(value, time, mask, cnn, att, cnn_out, att_out)
-    return result, cnn_out, att_out
 
 
 @pytest.mark.skipif(not tiny.has_whole_solve_graphs(), reason="the host has no whole-solve graphs")
