@@ -23,6 +23,7 @@ from omni_speech_accel.models.campplus_parity import (
     check_parity,
     measure_parity,
 )
+from omni_speech_accel.runtime import upload
 
 __all__ = [
     "Campplus",
@@ -54,9 +55,8 @@ class Campplus:
 
         Raises ``ValueError`` on another shape.
         """
-        if feat.device != self.device:
-            feat = feat.to(self.device, non_blocking=True)
-        embedding: Tensor = self.model(feat.unsqueeze(0))
+        # Not `.to(device)`: from pageable memory that waits for all that is queued there.
+        embedding: Tensor = self.model(upload(feat, self.device).unsqueeze(0))
         return embedding
 
 
