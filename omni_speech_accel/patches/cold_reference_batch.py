@@ -279,7 +279,8 @@ def encode_chunk(
     tokens, *rest = args
     missing = [row for row, features in enumerate(step.solving) if features.cache_key not in step.encodings]
     encoder = session.state(
-        f"{KEY}.encoder", lambda: PromptEncoder(session.counters(KEY), _options(session).encoder_graphs)
+        f"{KEY}.encoder",
+        lambda: PromptEncoder(tokens.device, session.counters(KEY), _options(session).encoder_graphs),
     )
     encoded = encoder.encode(
         backend, lambda row: wrapped(row, *rest, **kwargs), [tokens[row : row + 1] for row in missing]

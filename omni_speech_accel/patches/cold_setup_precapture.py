@@ -58,10 +58,9 @@ def _capture(session: StageSession, backend: Any, features: Any) -> int:
     for size in graphs._graph_batches():
         if size > limit or graphs.stats_snapshot()["cache_size"] >= graphs.max_graphs:
             break
-        rows = features if size == 1 else groups.stack([features] * size)
         try:
             with torch.inference_mode():
-                backend._create_initial_states(rows, size)
+                backend._create_initial_states(groups.stack([features] * size) if grouped else features, size)
         except cold_reference_batch.Refused:
             break
         finally:

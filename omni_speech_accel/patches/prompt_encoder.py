@@ -22,7 +22,7 @@ from omni_speech_accel.runtime import Accelerator, Counters, GraphCache, acceler
 __all__ = ["PromptEncoder"]
 
 BRANCHES = 4
-"""Streams that a graph spreads its rows over: one row's kernels fill about a quarter of the device."""
+"""Streams that a graph spreads its rows over: one row's kernels fill a small part of the device."""
 
 GRAPHED = frozenset({"cuda"})
 """Device types whose encoder is captured. Not NPU: a failed capture there ends the process, and none has been tried."""
@@ -35,14 +35,22 @@ class PromptEncoder:
     """The graphs of one stage's prompt encoder.
 
     Args:
+        device: Where the encoder is.
         counters: Receiver of the graph cache's counts.
-        max_graphs: Graphs kept, one per group size and reference length; 0: always eager.
+        max_graphs: Graphs kept, one per group size and reference length; 0: always eager. The first group of a length
+            runs eagerly.
     """
 
-    def __init__(self, counters: Counters, max_graphs: int) -> None:
-        self._counters = counters
-        self._max_graphs = max_graphs
-        self._cache: GraphCache | None = None
+    def __init__(self, device: torch.device, counters: Counters, max_graphs: int) -> None:
+        self._graphs: GraphCache | None = None
+        self._streams: list[Any] = []
+        self._settled: set[int] = set()
+        if device.type not in GRAPHED or not max_graphs:
+            return
+        self._accelerator = accelerator_for(device)
+        self._graphs = GraphCache("prompt encoder", self._accelerator, device, max_graphs, counters)
+        # Shared by all graphs: a library's workspace comes with each stream that it has been used on.
+        self._streams = [self._accelerator.create_stream(device) for _ in range(BRANCHES - 1)]
 
     def encode(self, backend: Any, encode: Encode, rows: Sequence[torch.Tensor]) -> list[Encoding]:
         """Encode ``rows``, ``[1, T]`` tokens each: by ``encode``, or the graph of what it runs.
@@ -50,63 +58,64 @@ class PromptEncoder:
         Returns:
             Per row what ``encode`` returns, in memory of its own.
         """
-        if len(rows) < 2 or not self._max_graphs or rows[0].device.type not in GRAPHED:
+        length = int(rows[0].shape[1])
+        if self._graphs is None or len(rows) < 2 or length not in self._settled:
+            # A length that is new may make the encoder replace its tables: they must stand before a graph reads them.
+            self._settled.add(length)
             return [encode(row) for row in rows]
-        device = rows[0].device
-        accelerator = accelerator_for(device)
-        if self._cache is None:
-            self._cache = GraphCache("prompt encoder", accelerator, device, self._max_graphs, self._counters)
-        # The first chunk of a new length may replace the tables: before they become part of a graph, not while.
-        backend._ensure_relpos_pe(rows[0], None)
         tables = _position_tables(backend)
         # 0.32 dispatches to graphs of its own in _encode_chunk: record what those record.
         eager = getattr(backend, "_encode_chunk_eager", None)
         body = encode if eager is None else partial(eager, last_chunk=False, cnn_cache=None, att_cache=None)
-        outputs: list[Encoding] = self._cache.run(_key(tables), _Branches(accelerator, body, tables), *rows)
+        outputs: list[Encoding] = self._graphs.run(
+            _key(tables), _SideBySide(self._accelerator, self._streams, body, tables), *rows
+        )
         return outputs
 
 
 def _key(tables: Sequence[torch.Tensor]) -> Hashable:
-    """What selects a graph besides the rows' shapes: the tables that it reads in place, and the matmul precision."""
+    """What selects a graph besides the rows' shapes: the tables that it reads in place, and the precision flags."""
     return (
-        tuple(table.data_ptr() for table in tables),
+        tuple(id(table) for table in tables),  # the graph keeps them, so no other object gets their identity
         torch.get_float32_matmul_precision(),
         torch.backends.cudnn.allow_tf32,
     )
 
 
 def _position_tables(backend: Any) -> tuple[torch.Tensor, ...]:
-    """The encoder's position tables: a longer chunk replaces them by longer ones."""
     found = (getattr(module, "pe", None) for module in backend.flow.encoder.modules())
     return tuple(table for table in found if isinstance(table, torch.Tensor))
 
 
-class _Branches:
-    """The encoder over each row, on a few streams side by side; keeps alive the tables that its graph reads."""
+class _SideBySide:
+    """The encoder over each row. A graph keeps this object, and with it the tables that the graph reads."""
 
-    def __init__(self, accelerator: Accelerator, encode: Encode, tables: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, streams: Sequence[Any], encode: Encode, tables: tuple[torch.Tensor, ...]
+    ) -> None:
         self._accelerator = accelerator
+        self._streams = streams
         self._encode = encode
         self._tables = tables
 
     def __call__(self, *rows: torch.Tensor) -> list[Encoding]:
         accelerator, device = self._accelerator, rows[0].device
+        streams = self._streams[: len(rows) - 1]
+        if not streams or not accelerator.is_capturing(device):
+            # Run eagerly, launches are what takes the time, and memory would have to be handed between the streams.
+            return [self._encode(row) for row in rows]
         main = accelerator.current_stream(device)
         start = accelerator.create_event(device)
         accelerator.record_event(start, main)
-        branches = [accelerator.create_stream(device) for _ in range(min(BRANCHES, len(rows)) - 1)]
-        for branch in branches:
-            accelerator.wait_event(branch, start)
+        for stream in streams:
+            accelerator.wait_event(stream, start)
         outputs: list[Encoding] = []
         for index, row in enumerate(rows):
-            turn = index % (len(branches) + 1)
-            if not turn:
+            turn = index % (len(streams) + 1)
+            with accelerator.use_stream(main if turn == 0 else streams[turn - 1]):
                 outputs.append(self._encode(row))
-                continue
-            with accelerator.use_stream(branches[turn - 1]):
-                outputs.append(self._encode(row))
-        for branch in branches:
+        for stream in streams:
             end = accelerator.create_event(device)
-            accelerator.record_event(end, branch)
+            accelerator.record_event(end, stream)
             accelerator.wait_event(main, end)
         return outputs
