@@ -58,10 +58,10 @@ class PromptEncoder:
         Returns:
             Per row what ``encode`` returns, in memory of its own.
         """
-        length = int(rows[0].shape[1])
-        if self._graphs is None or len(rows) < 2 or length not in self._settled:
+        lengths = {int(row.shape[1]) for row in rows}
+        if self._graphs is None or len(rows) < 2 or not lengths <= self._settled:
             # A length that is new may make the encoder replace its tables: they must stand before a graph reads them.
-            self._settled.add(length)
+            self._settled |= lengths
             return [encode(row) for row in rows]
         tables = _position_tables(backend)
         # 0.32 dispatches to graphs of its own in _encode_chunk: record what those record.
