@@ -338,7 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     builder = commands.add_parser("build", help="download and pack")
     builder.add_argument("out", type=Path)
-    builder.add_argument("--cache", type=Path, default=Path(".gpu-cache"), help="downloaded wheels (.gpu-cache)")
+    builder.add_argument("--cache", type=Path, default=Path(".cache/gpu-wheels"), help="folder for downloaded wheels")
     builder.add_argument(
         "--site",
         action="append",
