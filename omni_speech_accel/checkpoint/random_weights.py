@@ -11,11 +11,16 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float32]
 
 
-def normal(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
-    """Standard normal float32 of ``shape``.
+def uniform(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
+    """Float32 of ``shape``, uniform in 0..1.
 
     Drawn from the tensor's own stream: a host that adds or reorders tensors leaves all other weights as they were.
     """
+    return np.random.default_rng([seed, zlib.crc32(name.encode())]).random(shape, dtype=np.float32)
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
+    """Standard normal float32 of ``shape``, from the tensor's own stream."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     return rng.standard_normal(shape, dtype=np.float32)
 
@@ -26,9 +31,11 @@ def layer_weight(seed: int, name: str, shape: tuple[int, ...], gain: float = 1.0
     Matrices and kernels keep the variance of their input times ``gain`` squared, one-dimensional ``weight`` tensors are
     norm scales near one, biases are small.
     """
-    draw = normal(seed, name, shape)
     if len(shape) >= 2:
-        return draw * np.float32(gain / np.sqrt(np.prod(shape[1:])))
-    if name.endswith("weight"):
-        return 1.0 + np.float32(0.02) * draw
-    return np.float32(0.02) * draw
+        # uniform, because the draw is four times as fast as a normal one and the tokenizer alone has 124 million
+        draw = uniform(seed, name, shape)
+        draw -= np.float32(0.5)
+        draw *= np.float32(gain * np.sqrt(12.0 / np.prod(shape[1:])))
+        return draw
+    draw = normal(seed, name, shape)
+    return 1.0 + np.float32(0.02) * draw if name.endswith("weight") else np.float32(0.02) * draw

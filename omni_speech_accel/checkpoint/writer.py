@@ -25,7 +25,7 @@ Size = Literal["full", "small"]
 # Present in every directory written here, and the licence to replace one.
 MARKER = "omni_speech_accel_checkpoint.json"
 # Raised when the same seed starts to give other weights, so that a cached directory is not mistaken for a current one.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,30 @@ from torch import nn
 
 from omni_speech_accel.models.campplus_onnx import FEATURE_BINS
 
-# Frames (10 ms hop): shorter than one mask segment; exactly one segment (100 frames after the stride-2 layer); a 6 s
-# reference as MiniCPM-o folds them; an odd count over two segments; a 10 s one that ends just past a segment border.
-PARITY_LENGTHS = (97, 200, 345, 598, 1003)
+# Frames (10 ms hop): shorter than one mask segment; exactly one segment (100 frames after the stride-2 layer); an odd
+# count over two segments; a 6 s reference as MiniCPM-o folds them; one that ends just past a segment border.
+PARITY_LENGTHS = (97, 200, 345, 598, 805)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far an embedding may be from onnxruntime's: relative L2 error and cosine."""
+
+    max_relative_error: float
+    min_cosine: float
+
+
+# Rounding between two orders of the same float32 sums is 7e-7 to 1.6e-6. One per cent on any one weight tensor, the
+# least influential included, moves an embedding by more than this.
+FULL_PRECISION = Tolerance(2e-5, 0.99999999)
+# Ascend convolves in HF32 unless told otherwise: ten mantissa bits, as TF32, with which 1.1e-3 was measured. The host
+# accepts cosine 0.999998 for its own torch CAM++ there. Weights are held to FULL_PRECISION on the CPU beforehand.
+REDUCED_PRECISION = Tolerance(5e-3, 0.99999)
+
+
+def tolerance_on(device: torch.device) -> Tolerance:
+    """The tolerance that a device's float32 convolutions can meet."""
+    return FULL_PRECISION if device.type in ("cpu", "cuda") else REDUCED_PRECISION
 
 
 @dataclass(frozen=True)
@@ -33,8 +54,7 @@ class ParityReport:
     """Differences between a torch CAM++ and its ``campplus.onnx`` on onnxruntime's CPU provider."""
 
     lengths: tuple[LengthParity, ...]
-    max_relative_error: float
-    min_cosine: float
+    tolerance: Tolerance
 
     @property
     def worst(self) -> LengthParity:
@@ -43,8 +63,10 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
+        """All lengths within the tolerance, and all of them finite."""
         return all(
-            row.relative_error <= self.max_relative_error and row.cosine >= self.min_cosine for row in self.lengths
+            row.relative_error <= self.tolerance.max_relative_error and row.cosine >= self.tolerance.min_cosine
+            for row in self.lengths
         )
 
 
@@ -52,10 +74,10 @@ class CampplusParityError(RuntimeError):
     """A torch CAM++ differs from its ``campplus.onnx`` by more than rounding. ``report`` has the numbers."""
 
     def __init__(self, report: ParityReport, onnx_path: str | Path) -> None:
-        worst = report.worst
+        worst, allowed = report.worst, report.tolerance
         super().__init__(
             f"CAM++ differs from {onnx_path} at {worst.frames} frames: relative L2 error {worst.relative_error:.2e} "
-            f"(allowed {report.max_relative_error:.1e}), cosine {worst.cosine:.9f} (allowed {report.min_cosine})"
+            f"(allowed {allowed.max_relative_error:.0e}), cosine {worst.cosine:.9f} (allowed {allowed.min_cosine})"
         )
         self.report = report
 
@@ -78,20 +100,10 @@ def speech_like_fbank(frames: int, seed: int = 0) -> npt.NDArray[np.float32]:
     return (spectrum - spectrum.mean(axis=0, keepdims=True)).astype(np.float32)
 
 
-# Float32 rounding between two orders of the same sums: 7e-7 to 1.6e-6 relative on CPU, 9e-7 on CUDA.
-MAX_RELATIVE_ERROR = 1e-5
-MIN_COSINE = 0.9999999
-
-
 def measure_parity(
-    model: nn.Module,
-    onnx_path: str | Path,
-    lengths: tuple[int, ...] = PARITY_LENGTHS,
-    *,
-    max_relative_error: float = MAX_RELATIVE_ERROR,
-    min_cosine: float = MIN_COSINE,
+    model: nn.Module, onnx_path: str | Path, lengths: tuple[int, ...] = PARITY_LENGTHS
 ) -> ParityReport:
-    """Run ``model`` (``[B, T, 80]`` to ``[B, 192]``) and the ONNX file on the same inputs and compare the embeddings."""
+    """Run ``model`` (``[B, T, 80]`` to ``[B, 192]``, on its own device) and the ONNX file on the same inputs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -114,11 +126,11 @@ def measure_parity(
                 max_abs=float(np.abs(actual - expected).max()),
             )
         )
-    return ParityReport(tuple(rows), max_relative_error, min_cosine)
+    return ParityReport(tuple(rows), tolerance_on(device))
 
 
 def check_parity(model: nn.Module, onnx_path: str | Path, lengths: tuple[int, ...] = PARITY_LENGTHS) -> ParityReport:
-    """:func:`measure_parity`, raising :class:`CampplusParityError` outside the tolerance."""
+    """:func:`measure_parity`, raising :class:`CampplusParityError` outside the tolerance of the model's device."""
     report = measure_parity(model, onnx_path, lengths)
     if not report.passed:
         raise CampplusParityError(report, onnx_path)
