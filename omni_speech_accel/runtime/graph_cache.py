@@ -34,7 +34,7 @@ WARMUPS = 2
 Signature = tuple[Hashable, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Slot:
     """Room for one graph: who may submit to it (lock), and when its buffers are free again (last use)."""
 
