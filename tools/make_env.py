@@ -87,7 +87,7 @@ def check_lock(stack: dict[str, object], lock: dict[str, str], path: Path) -> No
     wrong = {name: lock.get(normalized(name)) for name, pin in packages.items() if lock.get(normalized(name)) != pin}
     if wrong:
         listed = ", ".join(f"{name} is {packages[name]} in stacks.json and {has} here" for name, has in wrong.items())
-        raise BuildError(f"{path.relative_to(REPO)}: {listed}")
+        raise BuildError(f"{path}: {listed}")
 
 
 def find_python(version: str) -> str:
@@ -269,7 +269,7 @@ def relock(version: str, stack: dict[str, object]) -> Path:
     target.write_text("\n".join(sorted(listed.stdout.split(), key=str.lower)) + "\n")
     check_lock(stack, read_lock(target), target)
     shutil.rmtree(environment.directory)
-    say(version, f"wrote {target.relative_to(REPO)}")
+    say(version, f"wrote {target}")
     return target
 
 

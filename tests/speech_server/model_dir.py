@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model directory that the test pipelines are served from.
 
-Every stage of a pipeline has the directory of the served model. This one is a tiny Llama for the talker and for what the
-API server reads (configuration, tokenizer), with links to the assets of a speech checkpoint.
+Every stage of a pipeline has the directory of the served model. This one is a tiny Llama, for the talker and for what
+the API server reads (configuration, tokenizer), with links to the assets of a speech checkpoint.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +68,7 @@ def deploy_config(
 
 
 def plugins_without(*names: str) -> list[str]:
-    """All vLLM plugins of this environment but those named: the ``plugins`` of a server as if they were not installed."""
+    """All vLLM plugins of this environment but those named, as ``plugins`` of a server that shall not have these."""
     groups = ("vllm.general_plugins", "vllm_omni.general_plugins")
     found = {entry.name for group in groups for entry in importlib.metadata.entry_points(group=group)}
     return sorted(found - set(names))
@@ -109,8 +108,10 @@ class SpeechServer:
         self.startup_seconds = startup_seconds
         self._vllm = Path(python).parent / "vllm"
         self._environment = self._make_environment(plugins, seed, extra_env)
-        self._scratch = tempfile.TemporaryDirectory(prefix="speech-server-") if log is None else None
-        self.log = log if log is not None else Path(self._scratch.name) / "server.log"  # type: ignore[union-attr]
+        if log is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="speech-server-")
+            log = Path(self._scratch.name) / "server.log"
+        self.log = log
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -188,12 +189,17 @@ class SpeechServer:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended with {self._process.returncode} at start; {self._log_end()}")
-            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
+            if self._healthy():
+                return
             time.sleep(0.25)
         raise ServerError(f"the server was not healthy within {self.startup_seconds:.0f} s; {self._log_end()}")
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:  # refused, reset, timed out, or an HTTP error: all derive from it
+            return False
 
     def _log_end(self, lines: int = 40) -> str:
         return "its log ends with\n" + "\n".join(self.log_lines()[-lines:])

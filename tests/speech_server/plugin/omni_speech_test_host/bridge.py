@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the talker to Code2Wav: the prompt's codec tokens, one for each token the talker has generated.
 
-They go through the stock MiniCPM-o bridge, so windows, left context and the reference on the first chunk are the host's.
+They go through the stock MiniCPM-o bridge, so windows, left context and the reference on the first chunk are the
+host's.
 """
 
 from __future__ import annotations

@@ -1,0 +1,38 @@
+# Needs Python 3.11 with venv, and pip's package index. Everything made lands in .venv/, .cache/ and demo_out/.
+
+PYTHON ?= python3
+MAIN   := 0.32.0rc1
+COMPAT := 0.30.0
+
+export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
+
+in = .venv/$(1)/bin/python -m
+
+HOSTS  := $(MAIN) $(COMPAT)
+
+.PHONY: demo test lint clean $(HOSTS:%=env-%) $(HOSTS:%=unit-%) $(HOSTS:%=server-%)
+
+demo:
+	$(PYTHON) tools/demo.py
+
+# One leg after the other; the first that fails ends the run.
+test: lint unit-$(MAIN) server-$(MAIN) unit-$(COMPAT) server-$(COMPAT)
+
+$(HOSTS:%=env-%): env-%:
+	$(PYTHON) tools/make_env.py $*
+
+lint: env-$(MAIN)
+	$(call in,$(MAIN)) ruff check --cache-dir .cache/ruff .
+	$(call in,$(MAIN)) mypy --cache-dir .cache/mypy
+
+# Two processes of one thread each: more threads only wait for each other at these sizes.
+$(HOSTS:%=unit-%): unit-%: env-%
+	OMP_NUM_THREADS=1 $(call in,$*) pytest -m "not server and not gpu and not npu" -n 2 --dist loadscope \
+		-o cache_dir=.cache/pytest
+
+# By itself: two servers at a time take all of the machine.
+$(HOSTS:%=server-%): server-%: env-%
+	$(call in,$*) pytest -m server -o cache_dir=.cache/pytest tests/server
+
+clean:
+	rm -rf .venv .cache demo_out
