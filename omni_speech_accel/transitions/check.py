@@ -8,8 +8,9 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from omni_speech_accel import __version__
 from omni_speech_accel.transitions.client import (
     Ending,
     RequestOptions,
@@ -20,17 +21,22 @@ from omni_speech_accel.transitions.client import (
 )
 from omni_speech_accel.transitions.compare import Status, Tolerance, Verdict, judge_stream
 from omni_speech_accel.transitions.plan import State, StreamSpec, Transition
+from omni_speech_accel.transitions.recording import Recording, requests_of
+
+if TYPE_CHECKING:
+    import httpx
 
 
 @dataclass(frozen=True)
 class TransitionsConfig:
     """Everything one check needs.
 
+    `baseline` is a URL, or a `Recording` of a server that ran earlier; the plan must then be the recorded one.
     `baseline_runs` runs of the baseline set the noise floor; `repeat` runs of the candidate must each match.
     A transition that was not seen to happen is tried again up to `attempts` times in all.
     """
 
-    baseline: str
+    baseline: str | Recording
     candidate: str
     plan: tuple[Transition, ...]
     request: RequestOptions = field(default_factory=RequestOptions)
@@ -97,51 +103,125 @@ class Report:
 def run_transitions(config: TransitionsConfig) -> Report:
     """Run the check; needs httpx.
 
-    Raises `ServerUnreachable` if either server does not answer or its model is unknown, `RuntimeError` without httpx.
-    Nothing else that a server does raises: it becomes a verdict.
+    Raises `ServerUnreachable` if a server does not answer, `RecordingError` if the baseline is a recording of other
+    requests, `HttpxMissing` without httpx. Nothing else that a server does raises: it becomes a verdict.
     """
+    if isinstance(config.baseline, Recording):
+        config.baseline.require(config.plan, config.request)
     return asyncio.run(_run(config))
+
+
+def record_baseline(config: TransitionsConfig) -> tuple[Recording, list[str]]:
+    """Run the plan on the baseline alone, for a candidate that cannot run beside it.
+
+    Returns the recording and what is wrong with it, one line each: streams that failed, transitions that did not
+    happen. Raises as `run_transitions` does.
+    """
+    return asyncio.run(_record(config))
 
 
 async def _run(config: TransitionsConfig) -> Report:
     started = datetime.now(timezone.utc)
     async with connect(config.request) as client:
-        servers = {side: await probe(client, getattr(config, side)) for side in ("baseline", "candidate")}
-        options = {side: _with_model(config.request, servers[side]) for side in servers}
-
-        async def play(side: str, transition: Transition) -> list[StreamRecord]:
-            return await run_transition(client, getattr(config, side), transition, options[side])
-
+        candidate = await _Player.connect(client, config.candidate, config)
+        baseline: _Player | _Replayer
+        if isinstance(config.baseline, Recording):
+            baseline = _Replayer(config.baseline)
+        else:
+            baseline = await _Player.connect(client, config.baseline, config)
         results = []
         for transition in config.plan:
             config.on_progress(transition.name)
-            results.append(await _check(config, transition, play))
-    environment = {
+            baselines = await baseline.runs(transition, config.baseline_runs)
+            candidates = await candidate.runs(transition, config.repeat)
+            results.append(_judge(config, transition, baselines, candidates))
+    servers = {"baseline": baseline.server, "candidate": candidate.server}
+    return Report(config, tuple(results), servers, _environment(started))
+
+
+async def _record(config: TransitionsConfig) -> tuple[Recording, list[str]]:
+    if isinstance(config.baseline, Recording):
+        raise TypeError("a recording can only be made of a server")
+    started = datetime.now(timezone.utc)
+    runs = {}
+    wrong: list[str] = []
+    async with connect(config.request) as client:
+        player = await _Player.connect(client, config.baseline, config)
+        for transition in config.plan:
+            config.on_progress(transition.name)
+            runs[transition.name] = recorded = await player.runs(transition, config.baseline_runs)
+            for records in recorded:
+                wrong += [f"{transition.name}: not exercised: {text}" for text in missing(transition, records)]
+                wrong += [
+                    f"{transition.name}, stream {spec.index} ({spec.role}): {record.ending.value}: {record.detail}"
+                    for spec, record in zip(transition.streams, records, strict=True)
+                    if not _ended_well(record)
+                ]
+    requests = requests_of(config.plan, config.request)
+    return Recording(player.server, _environment(started), requests, runs), list(dict.fromkeys(wrong))
+
+
+def _environment(started: datetime) -> dict[str, Any]:
+    return {
         "started": started.isoformat(),
         "finished": datetime.now(timezone.utc).isoformat(),
+        "omni_speech_accel": __version__,
         "python": platform.python_version(),
         "machine": platform.platform(),
     }
-    return Report(config, tuple(results), servers, environment)
 
 
-def _with_model(request: RequestOptions, server: dict[str, Any]) -> RequestOptions:
-    if request.model or not server["models"]:
-        return request
-    return replace(request, model=str(server["models"][0]))
+@dataclass(frozen=True)
+class _Player:
+    """Plays transitions on a live server."""
+
+    client: httpx.AsyncClient
+    server: dict[str, Any]
+    request: RequestOptions
+    attempts: int
+
+    @classmethod
+    async def connect(cls, client: httpx.AsyncClient, url: str, config: TransitionsConfig) -> _Player:
+        server = await probe(client, url)
+        request = config.request
+        if not request.model and server["models"]:
+            request = replace(request, model=str(server["models"][0]))
+        return cls(client, server, request, config.attempts)
+
+    async def runs(self, transition: Transition, count: int) -> list[list[StreamRecord]]:
+        return [await self._run(transition) for _ in range(count)]
+
+    async def _run(self, transition: Transition) -> list[StreamRecord]:
+        # A busy machine may let a stream end before the next could join; that says nothing about the server. A stream
+        # that failed does, and is not tried away.
+        for attempt in range(1, self.attempts + 1):
+            records = await run_transition(self.client, self.server["url"], transition, self.request)
+            if attempt == self.attempts or not missing(transition, records) or not all(map(_ended_well, records)):
+                break
+        return records
 
 
-async def _check(config: TransitionsConfig, transition: Transition, play: Any) -> TransitionResult:
-    async def run(side: str) -> list[StreamRecord]:
-        # A busy machine may let a stream end before the next could join; that says nothing about either server.
-        for _ in range(config.attempts - 1):
-            records: list[StreamRecord] = await play(side, transition)
-            if not missing(transition, records) or not all(map(_ended_well, records)):
-                return records
-        return list(await play(side, transition))
+@dataclass(frozen=True)
+class _Replayer:
+    """Gives back what a server said earlier."""
 
-    baselines = [await run("baseline") for _ in range(config.baseline_runs)]
-    candidates = [await run("candidate") for _ in range(config.repeat)]
+    recording: Recording
+
+    @property
+    def server(self) -> dict[str, Any]:
+        return self.recording.server | {"recorded": self.recording.environment}
+
+    async def runs(self, transition: Transition, count: int) -> list[list[StreamRecord]]:
+        # All of them: more runs only make the noise floor better known.
+        return self.recording.runs[transition.name]
+
+
+def _judge(
+    config: TransitionsConfig,
+    transition: Transition,
+    baselines: list[list[StreamRecord]],
+    candidates: list[list[StreamRecord]],
+) -> TransitionResult:
     streams = [
         StreamResult(
             spec,
@@ -153,15 +233,13 @@ async def _check(config: TransitionsConfig, transition: Transition, play: Any) -
         for number, records in enumerate(candidates)
         for spec in transition.streams
     ]
+    sides = {"baseline": baselines, "candidate": candidates}
     not_exercised = [
         f"{side}: {text}"
-        for side, runs in (("baseline", baselines), ("candidate", candidates))
+        for side, runs in sides.items()
         for text in dict.fromkeys(text for records in runs for text in missing(transition, records))
     ]
-    peaks = {
-        "baseline": min(peak_streams(records) for records in baselines),
-        "candidate": min(peak_streams(records) for records in candidates),
-    }
+    peaks = {side: min(peak_streams(records) for records in runs) for side, runs in sides.items()}
     return TransitionResult(transition, tuple(streams), tuple(not_exercised), peaks)
 
 

@@ -22,6 +22,10 @@ MISSING_HTTPX = (
 )
 
 
+class HttpxMissing(Exception):
+    """The HTTP client library is an extra, and not installed."""
+
+
 class ServerUnreachable(Exception):
     """No speech server answers at the URL, so there is nothing to compare."""
 
@@ -90,11 +94,14 @@ def request_body(spec: StreamSpec, options: RequestOptions) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def connect(options: RequestOptions) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client without a limit on connections: a pool limit would queue streams and hide the batch shape."""
+    """An HTTP client without a limit on connections: a pool limit would queue streams and hide the batch shape.
+
+    Raises `HttpxMissing`.
+    """
     try:
         import httpx
     except ImportError as error:
-        raise RuntimeError(MISSING_HTTPX) from error
+        raise HttpxMissing(MISSING_HTTPX) from error
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     timeout = httpx.Timeout(options.stall_s, connect=min(10.0, options.stall_s))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)

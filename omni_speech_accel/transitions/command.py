@@ -18,10 +18,22 @@ def _usage(message: str) -> typer.Exit:
     return typer.Exit(EXIT_USAGE)
 
 
-def _url(value: str) -> str:
-    if not value.startswith(("http://", "https://")):
+def _is_url(value: str) -> bool:
+    return value.startswith(("http://", "https://"))
+
+
+def _url(value: str | None) -> str | None:
+    if value is not None and not _is_url(value):
         raise typer.BadParameter(f"{value!r} is not an http:// or https:// URL")
-    return value.rstrip("/").removesuffix("/v1")
+    return value and value.rstrip("/").removesuffix("/v1")
+
+
+def _url_or_folder(value: str) -> str:
+    if _is_url(value):
+        return _url(value) or value
+    if not (Path(value) / "recording.json").is_file():
+        raise typer.BadParameter(f"{value!r} is neither an http:// or https:// URL nor a folder made by --record")
+    return value
 
 
 def _json_object(value: str | None, option: str) -> dict[str, Any]:
@@ -46,9 +58,22 @@ def _sizes(value: str) -> tuple[int, ...]:
 
 def transitions(
     baseline: Annotated[
-        str, typer.Option(help="Base URL of the server taken as right, e.g. http://127.0.0.1:8091.", callback=_url)
+        str,
+        typer.Option(
+            help="The server taken as right: its base URL, e.g. http://127.0.0.1:8091, or a folder made by --record.",
+            callback=_url_or_folder,
+        ),
     ],
-    candidate: Annotated[str, typer.Option(help="Base URL of the server to judge.", callback=_url)],
+    candidate: Annotated[
+        str | None, typer.Option(help="Base URL of the server to judge. Not with --record.", callback=_url)
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run the baseline alone and keep what it says in this folder, for two servers that do not fit on the "
+            "machine together. Then start the candidate in its place and give the folder as --baseline."
+        ),
+    ] = None,
     concurrency: Annotated[
         str,
         typer.Option(
@@ -133,30 +158,40 @@ def transitions(
 
     The baseline runs twice first. What it differs from itself by is reported, and never blamed on the candidate.
 
-    Exit code: 0 all transitions match; 1 something differs, or could not be shown (the baseline does not repeat
-    itself, or a transition did not happen); 2 wrong usage, or a server that does not answer.
+    Exit code: 0 all transitions match (or were recorded); 1 something differs, or could not be shown (the baseline
+    does not repeat itself, or a transition did not happen); 2 wrong usage, or a server that does not answer.
 
     Example: omni-speech-accel transitions --baseline http://127.0.0.1:8091 --candidate http://127.0.0.1:8092
     --extra-body '{"max_new_tokens": 500}' --out transitions-out
+
+    One after the other on the same cards: omni-speech-accel transitions --baseline http://127.0.0.1:8091
+    --record before; restart the server in the other mode; omni-speech-accel transitions --baseline before
+    --candidate http://127.0.0.1:8091
     """
     from rich.console import Console
 
     from omni_speech_accel.transitions import check, client, compare, report
     from omni_speech_accel.transitions.inputs import InputsError, builtin_pool, load_pool
     from omni_speech_accel.transitions.plan import PlanError, build_plan
+    from omni_speech_accel.transitions.recording import RecordingError, load_recording, save_recording
 
+    if (candidate is None) == (record is None):
+        raise _usage("give either --candidate, to compare, or --record, to keep the baseline for later")
+    if record is not None and not _is_url(baseline):
+        raise _usage("--record needs the URL of a server as --baseline, not a recording")
     body = _json_object(extra_body, "--extra-body")
     if min_snr is not None and not pcm:
         raise _usage("--min-snr and --no-pcm exclude each other")
     try:
         pool = builtin_pool() if inputs is None else load_pool(inputs)
         plan = build_plan(pool, _sizes(concurrency), seed, [name.strip() for name in only.split(",") if name.strip()])
-    except (InputsError, PlanError) as error:
+        source = baseline if _is_url(baseline) else load_recording(Path(baseline))
+    except (InputsError, PlanError, RecordingError) as error:
         raise _usage(str(error)) from error
     notes = Console(stderr=True)
     config = check.TransitionsConfig(
-        baseline=baseline,
-        candidate=candidate,
+        baseline=source,
+        candidate=candidate or "",
         plan=plan,
         request=client.RequestOptions(model, response_format, stream_format, body, timeout, stall_timeout, api_key),
         tolerance=compare.Tolerance(pcm_tolerance, min_snr, duration_tolerance, pcm),
@@ -166,9 +201,15 @@ def transitions(
         on_progress=lambda name: notes.print(f"running {name}", highlight=False),
     )
     try:
-        found = check.run_transitions(config)
-    except (client.ServerUnreachable, RuntimeError) as error:
+        if record is not None:
+            recording, wrong = check.record_baseline(config)
+            save_recording(recording, record)
+        else:
+            found = check.run_transitions(config)
+    except (client.ServerUnreachable, client.HttpxMissing, RecordingError) as error:
         raise _usage(str(error)) from error
+    if record is not None:
+        return _say_recorded(record, wrong, json_output)
     if out is not None:
         report.save(found, out)
     if json_output:
@@ -176,6 +217,17 @@ def transitions(
     else:
         report.print_report(found, Console())
     if not found.passed:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _say_recorded(folder: Path, wrong: list[str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"recording": str(folder), "passed": not wrong, "problems": wrong}, indent=2))
+    else:
+        for line in wrong:
+            typer.echo(f"- {line}")
+        typer.echo(f"recorded in {folder}" + (", but not fit to compare with" if wrong else ""))
+    if wrong:
         raise typer.Exit(EXIT_DIFFERENT)
 
 

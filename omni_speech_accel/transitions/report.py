@@ -32,7 +32,6 @@ def to_json(report: Report) -> dict[str, Any]:
         "servers": report.servers,
         "environment": report.environment,
         "tolerance": asdict(config.tolerance),
-        "baseline_runs": config.baseline_runs,
         "repeat": config.repeat,
         "transitions": [
             {
@@ -52,7 +51,9 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def print_report(report: Report, console: Console) -> None:
     """Print one line a transition, then every problem with the transition and the stream it belongs to."""
-    table = Table(title=f"transitions: {escape(report.config.candidate)} against {escape(report.config.baseline)}")
+    ours, theirs = report.servers["candidate"], report.servers["baseline"]
+    recorded = " (recorded)" if "recorded" in theirs else ""
+    table = Table(title=f"transitions: {escape(ours['url'])} against {escape(theirs['url'])}{recorded}")
     for heading in ("transition", "streams", "at once", "audio s", "baseline noise", "candidate", "result"):
         table.add_column(heading, justify="left" if heading in ("transition", "result") else "right")
     for result in report.transitions:

@@ -289,6 +289,61 @@ def test_out_keeps_rows_report_and_the_audio_of_what_differs(upstream, tmp_path)
         assert (file.getframerate(), file.getnframes()) == (RATE, CHUNK_SAMPLES)
 
 
+def test_a_recorded_baseline_stands_in_for_a_server_that_is_gone(tmp_path):
+    arguments = ("--concurrency", "3", "--only", "solo,padded,cancel")
+    with serve(FakeSpeech()) as url:
+        code, stdout, _ = invoke("--baseline", url, "--record", str(tmp_path / "before"), *arguments)
+        assert (code, stdout.strip()) == (0, f"recorded in {tmp_path / 'before'}")
+    with serve(FakeSpeech()) as url:
+        proxy = FaultProxy(url, "pcm", seeds_of("padded-3", 1))
+        code, report = report_of("--baseline", str(tmp_path / "before"), "--candidate", url, *arguments)
+        with serve(proxy) as candidate:
+            bad_code, bad = report_of("--baseline", str(tmp_path / "before"), "--candidate", candidate, *arguments)
+    assert (code, report["passed"]) == (0, True)
+    assert "recorded" in report["servers"]["baseline"]
+    assert report["transitions"][1]["noise_floor"] == {"max_lsb": 0, "snr_db": None, "length": 0}
+    assert (bad_code, problems(bad)) == (1, {("padded-3", 1, "different PCM")})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--seed", "1"), "other requests: padded-3, stream 0 differs in seed"),
+        (("--extra-body", '{"voice": "x"}'), "other requests: padded-3, stream 0 differs in voice"),
+        (("--concurrency", "5"), "the recording has no transition padded-5; it has: padded-3"),
+    ],
+)
+def test_a_recording_of_other_requests_is_refused(tmp_path, upstream, arguments, said):
+    folder = str(tmp_path / "before")
+    common = ("--concurrency", "3", "--only", "padded")
+    assert invoke("--baseline", upstream, "--record", folder, *common, "--baseline-runs", "1")[0] == 0
+    code, _, stderr = invoke("--baseline", folder, "--candidate", upstream, *common, *arguments)
+    assert (code, said in stderr) == (2, True), stderr
+
+
+def test_a_recording_of_a_failing_server_says_so(tmp_path, upstream):
+    with serve(FaultProxy(upstream, "cut", seeds_of("padded-3", 1))) as url:
+        code, stdout, _ = invoke(
+            "--baseline", url, "--record", str(tmp_path / "r"), "--concurrency", "3", "--only", "padded",
+            "--attempts", "1",
+        )  # fmt: skip
+    assert code == 1
+    assert "- padded-3, stream 1 (long): cut stream: the connection broke" in stdout
+    assert "but not fit to compare with" in stdout
+
+
+def test_a_damaged_recording_is_refused(tmp_path, upstream):
+    folder = tmp_path / "before"
+    assert invoke("--baseline", upstream, "--record", str(folder), "--only", "solo", "--baseline-runs", "1")[0] == 0
+    audio = (folder / "audio.pcm").read_bytes()
+    (folder / "audio.pcm").write_bytes(audio[:-2])
+    code, _, stderr = invoke("--baseline", str(folder), "--candidate", upstream, "--only", "solo")
+    assert (code, "audio is cut short" in stderr) == (2, True)
+    (folder / "recording.json").write_text("{}")
+    code, _, stderr = invoke("--baseline", str(folder), "--candidate", upstream, "--only", "solo")
+    assert (code, "not a whole recording" in stderr) == (2, True)
+
+
 def test_an_unreachable_server_is_exit_2_and_names_the_url(upstream):
     code, _, stderr = invoke("--baseline", upstream, "--candidate", "http://127.0.0.1:9", "--only", "solo")
     assert code == 2
@@ -306,6 +361,7 @@ def test_an_unreachable_server_is_exit_2_and_names_the_url(upstream):
         (("--extra-body", "@/does/not/exist"), "--extra-body:"),
         (("--inputs", "/does/not/exist"), "cannot read the inputs"),
         (("--no-pcm", "--min-snr", "30"), "exclude each other"),
+        (("--record", "somewhere"), "give either --candidate, to compare, or --record"),
     ],
 )
 def test_wrong_usage_is_exit_2_before_any_request(arguments, said):
