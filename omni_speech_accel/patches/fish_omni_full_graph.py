@@ -235,7 +235,7 @@ def _listed(config: Any) -> tuple[int, ...] | None:
 
 def plan(
     *,
-    pipeline: str | None,
+    pipeline: str,
     platform: str | None,
     deploy: Any,
     effective: Callable[[Any], Any],
@@ -245,10 +245,10 @@ def plan(
     baseline: Mapping[str, Any] | None = None,
     unfit: str = "",
 ) -> tuple[GraphReport, Any | None]:
-    """What the item does to ``deploy``, and the changed copy (``None``: nothing to change).
+    """What the item does to ``deploy`` of the pipeline :data:`PIPELINE`, and the changed copy (``None``: no change).
 
     Args:
-        pipeline: The host's pipeline key.
+        pipeline: The host's pipeline key, for the report.
         platform: The host's platform name, lower case.
         deploy: The host's deploy config, before platform overrides; never changed.
         effective: Gives a copy of a deploy config with the platform's overrides applied, as the host applies them.
@@ -265,8 +265,6 @@ def plan(
     def no(reason: str, **more: Any) -> GraphReport:
         return GraphReport(pipeline, platform, asked, False, reason, **more)
 
-    if pipeline != PIPELINE:
-        return no(f"for the pipeline {PIPELINE}, not {pipeline}"), None
     if not asked:
         return no("switched off" if options is not None else "no omni_speech_accel block reaches the stage"), None
     assert options is not None

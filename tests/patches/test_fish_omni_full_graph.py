@@ -9,6 +9,9 @@ import importlib
 import importlib.util
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from vllm_omni.config import omni_config, stage_config
 from vllm_omni.config.omni_config import VllmOmniConfig
 from vllm_omni.model_executor.models.minicpmo_4_5.pipeline import MINICPMO_4_5_PIPELINE
 
-from omni_speech_accel import plugin
+from omni_speech_accel import host, plugin
 from omni_speech_accel.patches import binding, deploy_config
 from omni_speech_accel.patches.deploy_config import explain, host_pipelines
 from omni_speech_accel.patches.fish_omni_full_graph import capture_sizes, default_sizes
@@ -220,6 +223,17 @@ def test_nested_layouts_of_the_hosts_platform_block(npu: None, block_host: Path,
 
 
 @needs_fish
+def test_graph_settings_in_the_hosts_stage_extras(npu: None, block_host: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load((block_host / "fish_omni.yaml").read_text())
+    del content["platforms"]["npu"]["stages"][0]["compilation_config"]
+    content["stages"][0]["engine_extras"] = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    (block_host / "fish_omni.yaml").write_text(yaml.safe_dump(content))
+    path = overlay(tmp_path, block_host / "fish_omni.yaml")
+    assert graphs(stock(path))[0] == "PIECEWISE"
+    assert graphs(build(path)) == ("FULL_AND_PIECEWISE", TO_64, 64)
+
+
+@needs_fish
 def test_host_that_asks_for_the_same_is_left_alone(npu: None, block_host: Path, tmp_path: Path) -> None:
     content = yaml.safe_load((block_host / "fish_omni.yaml").read_text())
     content["platforms"]["npu"]["stages"][0]["compilation_config"] = {
@@ -394,6 +408,17 @@ def test_callers_deploy_config_is_not_changed(npu: None, block_host: Path, tmp_p
 
 
 @needs_fish
+@pytest.mark.parametrize("users", [{}, {"stages": [{"stage_id": 0, "compilation_config": {"cudagraph_mode": "NONE"}}]}])
+def test_plan_works_on_a_copy(npu: None, block_host: Path, tmp_path: Path, users: dict[str, Any]) -> None:
+    path = overlay(tmp_path, block_host / "fish_omni.yaml", **users)
+    deploy = deploy_config._load(fish(), None, str(path))
+    before = copy.deepcopy(deploy.config)
+    _, edited = deploy_config._graphs("fish_omni", deploy, "npu", {})
+    assert edited is not None
+    assert deploy.config == before != edited
+
+
+@needs_fish
 def test_kill_switch_is_stock(npu: None, block_host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = overlay(tmp_path, block_host / "fish_omni.yaml")
     wanted = repr(stock(path))
@@ -510,6 +535,57 @@ def test_wrong_block_in_a_callers_object_stops_the_start() -> None:
             build(path, MINICPMO_4_5_PIPELINE, user_deploy_config=deploy)
 
 
+_OFFLINE = """
+import sys
+import vllm_omni.platforms as platforms
+
+real = platforms.current_omni_platform
+
+class Npu:
+    device_name = device_type = "npu"
+    def __getattr__(self, name):
+        return getattr(real, name)
+
+vars(platforms)["current_omni_platform"] = Npu()
+from vllm_omni.config.omni_config import VllmOmniConfig
+from vllm_omni.model_executor.models.fish_omni.pipeline import FISH_OMNI_PIPELINE
+
+def sizes():
+    config = VllmOmniConfig.from_pipeline_config(
+        FISH_OMNI_PIPELINE, deploy_config_path=sys.argv[1], cli_overrides={"model": "none"}
+    )
+    return len(config.stage_by_id(0).compilation_config.cudagraph_capture_sizes)
+
+before = sizes()
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+print("SIZES", before, sizes())
+"""
+
+
+@needs_fish
+def test_offline_caller_loads_the_plugins_first(tmp_path: Path) -> None:
+    dist = tmp_path / "site" / "omni_speech_accel-0.dist-info"
+    dist.mkdir(parents=True)
+    (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: omni-speech-accel\nVersion: 0\n")
+    (dist / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nomni_speech_accel = omni_speech_accel.plugin:register\n"
+    )
+    repo = Path(plugin.__file__).resolve().parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", _OFFLINE, str(overlay(tmp_path))],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(repo)]),
+            "VLLM_PLUGINS": "omni_speech_accel",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "SIZES 39 19" in done.stdout, done.stdout + done.stderr
+
+
 # What status is told
 
 
@@ -577,6 +653,7 @@ def test_pipelines_are_read_off_the_hosts_files() -> None:
     assert [stage.stage_id for stage in found.stages] == [stage.stage_id for stage in MINICPMO_4_5_PIPELINE.stages]
 
 
+@pytest.mark.slow
 def test_connector_extra_is_the_one_that_the_host_hands_out() -> None:
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("the host's engine modules need torchvision")
@@ -590,19 +667,29 @@ def test_connector_extra_is_the_one_that_the_host_hands_out() -> None:
         deploy = stage_config.load_deploy_config(DEPLOY / name)
         for stage in deploy.stages:
             theirs = dict(get_stage_connector_spec(transfer, stage.stage_id, True).get("extra", {}))
-            theirs.pop("role", None)
-            assert deploy_config._connector_extra(deploy, stage.stage_id) == theirs
+            ours = dict(deploy_config._connector_extra(deploy, stage.stage_id))
+            theirs.pop("role", None)  # added for a sender
+            assert ours.pop("wakeup_scope", None) is None or theirs.pop("wakeup_scope")  # random on every load
+            assert ours == theirs
 
 
 # Sizes
 
 
-def test_default_grid_is_vllms() -> None:
+def test_default_grid_values() -> None:
     assert default_sizes(512)[:6] == (1, 2, 4, 8, 16, 24)
     assert default_sizes(512)[-2:] == (496, 512)
     assert 264 not in default_sizes(512)
     assert 272 in default_sizes(512)
     assert default_sizes(3) == (1, 2)
+
+
+def test_default_grid_is_still_vllms() -> None:
+    source = host.source_of("vllm.config.vllm")
+    assert source is not None
+    assert "range(8, min(max_cudagraph_capture_size + 1, 256), 8)" in source[0]
+    assert "range(256, max_cudagraph_capture_size + 1, 16)" in source[0]
+    assert "1024 if current_platform.is_device_capability_family(100) else 512" in source[0]
 
 
 @pytest.mark.parametrize("streams", [1, 3, 5, 64, 100, 128, 300])
