@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -205,6 +206,11 @@ def only_one(directory: Path) -> Iterator[None]:
         yield
 
 
+def recipe() -> str:
+    """What is done to an environment beside the lock, as text."""
+    return inspect.getsource(Environment) + TORCHVISION_MEND + repr(MUST_IMPORT)
+
+
 def project_inputs() -> list[Path]:
     """The files whose change asks for the editable install to be made again (entry points, dependencies)."""
     return [REPO / "setup.cfg", REPO / "pyproject.toml", TEST_HOST / "pyproject.toml"]
@@ -220,7 +226,7 @@ def make(version: str, stack: dict[str, object], directory: Path) -> Environment
         python = find_python(str(stack["python"]))
         wanted = {
             # The directory: a virtual environment that was moved or copied points at its old place.
-            "host": digest(lock_path, Path(__file__), os.path.realpath(python), str(directory)),
+            "host": digest(json.dumps(lock, sort_keys=True), recipe(), os.path.realpath(python), str(directory)),
             "project": digest(*project_inputs(), str(REPO)),
         }
         stamp = directory / STAMP
