@@ -13,6 +13,8 @@ host's own deploy files, is handed in.
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,9 @@ ONE_STAGE = f"stages[<id>].additional_config.{BLOCK}"
 _BASE = "base_config"
 _NEAR_MISS = 0.85
 """difflib ratio from which a key counts as a misspelt block name; the host's closest own key reaches 0.5."""
+
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
+"""OmegaConf's environment resolver, the host's YAML reader."""
 
 _Part = str | int
 _ANY = object()
@@ -111,7 +116,19 @@ def read_chain(path: Path, load: Loader, stock_folder: Path) -> tuple[DeployFile
         if base is None:
             return tuple(files)
         asked_by = f"{path}: {_BASE}: "
-        path = path.parent / str(base)
+        path = path.parent / _expand(str(base), asked_by)
+
+
+def _expand(text: str, asked_by: str) -> str:
+    """``text`` with the host's ``${oc.env:NAME}`` replaced, for a loader that leaves it as it stands."""
+
+    def value(match: re.Match[str]) -> str:
+        found = os.environ.get(match["name"], match["default"])
+        if found is None:
+            raise FileNotFoundError(f"{asked_by}the environment variable {match['name']} is not set")
+        return found
+
+    return _ENVIRONMENT.sub(value, text)
 
 
 def _matches(parts: tuple[_Part, ...], pattern: tuple[Any, ...]) -> bool:

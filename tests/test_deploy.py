@@ -147,6 +147,22 @@ def test_missing_base_names_who_asks_and_where_the_host_has_one(tmp_path: Path) 
     assert str(tmp_path / "deploy" / "model.yaml") in str(caught.value)
 
 
+def test_environment_variable_in_base_config_is_read_as_the_host_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_omni.config.stage_config import resolve_deploy_yaml
+
+    (tmp_path / "deploy").mkdir()
+    (tmp_path / "deploy" / "model.yaml").write_text("async_chunk: true")
+    (tmp_path / "my.yaml").write_text('base_config: "${oc.env:OMNI_DEPLOY_DIR}/${oc.env:NO_SUCH,model}.yaml"')
+    monkeypatch.delenv("OMNI_DEPLOY_DIR", raising=False)
+    with pytest.raises(FileNotFoundError, match="OMNI_DEPLOY_DIR is not set"):
+        read_chain(tmp_path / "my.yaml", load, tmp_path / "deploy")
+    monkeypatch.setenv("OMNI_DEPLOY_DIR", str(tmp_path / "deploy"))
+    assert [file.stock for file in read_chain(tmp_path / "my.yaml", load, tmp_path / "deploy")] == [False, True]
+    assert resolve_deploy_yaml(tmp_path / "my.yaml")["async_chunk"] is True
+
+
 def test_circle_of_bases_is_an_error_not_a_hang(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base_config: b.yaml")
     (tmp_path / "b.yaml").write_text("base_config: a.yaml")
