@@ -258,7 +258,9 @@ def _write_archive(path: Path, members: list[Member]) -> None:
         top, _, rest = member.path.partition("/")
         return rest, top
 
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": XZ_DICTIONARY}]
+    # The encoder takes some ten times its window, whether the data fill it or not.
+    window = min(XZ_DICTIONARY, max(2**16, sum(len(member.data) for member in members)))
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": window}]
     with lzma.open(path, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
         for member in sorted(members, key=order):
             info = tarfile.TarInfo(member.path)
