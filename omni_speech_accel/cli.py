@@ -27,6 +27,9 @@ from omni_speech_accel.transitions.command import register as register_transitio
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from omni_speech_accel.bench.runner import BenchReport
+    from omni_speech_accel.overlays import Profile
+
 __all__ = ["app", "main"]
 
 OK, FAILED, WRONG_INPUT = 0, 1, 2
@@ -288,6 +291,273 @@ def verify(
 
         print_verify(report)
     raise typer.Exit(OK if report.ok else FAILED)
+
+
+BenchOut = Annotated[
+    Path | None, typer.Option("--out", help="Folder for bench.json, bench.csv, bench.png and one WAV per arm.")
+]
+Streams = Annotated[int | None, typer.Option(min=1, help="Streams at once. Default: 8, on CPU 2.", show_default=False)]
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help="Measured passes per arm. Default: 5, on CPU 2.", show_default=False)
+]
+Chunks = Annotated[
+    int | None,
+    typer.Option(min=3, help="Payloads per stream, about a second each. Default: 5, on CPU 3.", show_default=False),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Two streams, three chunks, one measured pass: a smoke test.")]
+BenchSize = Annotated[
+    ModelSize | None,
+    typer.Option("--size", help="Size of the random-weight model. Default: full, on CPU small.", show_default=False),
+]
+
+
+def _report_bench(report: BenchReport, files: list[str], out: Path | None, as_json: bool) -> None:
+    if as_json:
+        typer.echo(report.as_json())
+    else:
+        from omni_speech_accel.tables import print_bench
+
+        print_bench(report)
+        if out is not None:
+            typer.echo(f"\n{out}: {', '.join(files)}")
+    raise typer.Exit(OK if report.comparable else FAILED)
+
+
+@app.command()
+def bench(
+    model: Model = None,
+    items: Annotated[
+        str | None, typer.Option(help="Items to measure, comma separated. Default: all that act on this device.")
+    ] = None,
+    streams: Streams = None,
+    repeats: Repeats = None,
+    chunks: Chunks = None,
+    quick: Quick = False,
+    device: Device = PlatformName.auto,
+    size: BenchSize = None,
+    extra: Extra = None,
+    out: BenchOut = None,
+    as_json: Json = False,
+) -> None:
+    """Time the speech stage: stock, each item alone, and all of them, in one run.
+
+    Drives the stock stage-2 model with the profile that the host ships for this device (a small one on CPU). Streams
+    speak real speech in voices that are new in every pass. Arms take turns in A B B A order after a warm-up and one
+    discarded pass; each number is a median with least and most, and a ratio to stock of the same run. Checked on the
+    way: each stream used the reference that it was given, and all arms made the same amount of audio.
+
+    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference.
+
+    Examples:
+
+        omni-speech-accel bench --out results
+
+        omni-speech-accel bench --model /models/MiniCPM-o-4_5 --items cold_reference_batch --streams 8 --out results
+    """
+    names = _names(items)
+    with _errors_reported(as_json), _stdout_kept_clean() as console:
+        from omni_speech_accel.bench.command import run_bench
+        from omni_speech_accel.bench.runner import item_arms
+        from omni_speech_accel.bench.verify import select_items
+
+        select_items(names)
+        report, files = run_bench(
+            console,
+            lambda platform: item_arms(names, platform),
+            model=model,
+            device=device.value,
+            size=size.value if size is not None else None,
+            streams=streams,
+            repeats=repeats,
+            chunks=chunks,
+            quick=quick,
+            extra=_extras(extra),
+            out=out,
+        )
+    _report_bench(report, files, out, as_json)
+
+
+def _block(text: str, option: str) -> Any:
+    """A settings block from YAML text or ``@FILE``; ``stock`` is no block.
+
+    Raises:
+        SettingsError: It is no YAML, or no valid block.
+    """
+    import yaml
+
+    from omni_speech_accel.settings import SettingsError, parse_block
+
+    if text.strip() == "stock":
+        return None
+    try:
+        source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+        block = yaml.safe_load(source)
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"{option}: {error}") from error
+    parse_block(block, option)
+    return block
+
+
+@app.command()
+def ab(
+    a: Annotated[str, typer.Option("--a", help="Settings block of arm A: YAML text, @FILE, or stock.")],
+    b: Annotated[str, typer.Option("--b", help="Settings block of arm B.")],
+    model: Model = None,
+    streams: Streams = None,
+    repeats: Repeats = None,
+    chunks: Chunks = None,
+    quick: Quick = False,
+    device: Device = PlatformName.auto,
+    size: BenchSize = None,
+    extra: Extra = None,
+    out: BenchOut = None,
+    as_json: Json = False,
+) -> None:
+    """`bench` of two settings blocks of your choice, A against B.
+
+    A block is what stands under omni_speech_accel in a deploy YAML; items that it does not name take their defaults.
+
+    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference.
+
+    Examples:
+
+        omni-speech-accel ab --a stock --b true
+
+        omni-speech-accel ab --a '{s3_graph: {max_graphs: 2}}' --b '{s3_graph: {max_graphs: 8}}' --out results
+    """
+    with _errors_reported(as_json), _stdout_kept_clean() as console:
+        from omni_speech_accel.bench.command import run_bench
+        from omni_speech_accel.bench.runner import Arm
+
+        arms = [Arm("A", _block(a, "--a")), Arm("B", _block(b, "--b"))]
+        report, files = run_bench(
+            console,
+            lambda platform: arms,
+            model=model,
+            device=device.value,
+            size=size.value if size is not None else None,
+            streams=streams,
+            repeats=repeats,
+            chunks=chunks,
+            quick=quick,
+            extra=_extras(extra),
+            out=out,
+        )
+    _report_bench(report, files, out, as_json)
+
+
+def _chosen(on: list[str], off: list[str], options: list[str]) -> dict[str, Any]:
+    """Items and their values as an overlay takes them.
+
+    Raises:
+        SettingsError: An item is on and off at once, or an option is not ITEM.KEY=VALUE.
+    """
+    import yaml
+
+    from omni_speech_accel.settings import SettingsError
+
+    both = sorted(set(on) & set(off))
+    if both:
+        raise SettingsError(f"{both[0]} is named by --on and by --off")
+    chosen: dict[str, Any] = {**dict.fromkeys(on, True), **dict.fromkeys(off, False)}
+    for option in options:
+        path, separator, value = option.partition("=")
+        item, dot, key = path.partition(".")
+        if not (separator and dot and item and key):
+            raise SettingsError(f"--option takes ITEM.KEY=VALUE, not {option!r}")
+        if chosen.get(item) is False:
+            raise SettingsError(f"{item} is off, so --option {option} would do nothing")
+        known = chosen.get(item)
+        chosen[item] = {**(known if isinstance(known, dict) else {}), key: yaml.safe_load(value)}
+    return chosen
+
+
+def _profile(base: str, name: str | None, platform: PlatformName, place: Place | None, stage: int | None) -> Profile:
+    """The overlay's profile, by name or by the base's file name.
+
+    Raises:
+        SettingsError: No profile fits, or the place cannot be had.
+    """
+    from dataclasses import replace
+
+    from omni_speech_accel.overlays import PROFILES, suggest_profile
+    from omni_speech_accel.settings import SettingsError
+    from omni_speech_accel.status import guess_platform
+
+    keys = ", ".join(profile.key for profile in PROFILES)
+    device = guess_platform().name if platform is PlatformName.auto else platform.value
+    found = next((profile for profile in PROFILES if profile.key == name), None) if name else None
+    if found is None and name is None:
+        candidates = (suggest_profile(base, known) for known in (device, "cuda", "npu"))
+        found = next((profile for profile in candidates if profile is not None), None)
+    if found is None:
+        raise SettingsError(f"no model is known by {name or base}; name one by --profile: {keys}")
+    if place is None:
+        return found
+    if place is Place.additional_config:
+        own = found.place[1] if found.place[0] == "stages" else 2
+        return replace(found, place=("stages", stage if stage is not None else own, "additional_config"))
+    if found.place[0] == "stages":
+        raise SettingsError(f"{found.base} has no connectors; the block belongs at stages[].additional_config")
+    return found
+
+
+@app.command()
+def config(
+    base: Annotated[str, typer.Argument(help="Deploy YAML to build on: the host's, by name or path, or your own.")],
+    on: Annotated[str | None, typer.Option(help="Items to switch on, comma separated.")] = None,
+    off: Annotated[str | None, typer.Option(help="Items to switch off, comma separated.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="Option of an item, ITEM.KEY=VALUE; may repeat. Example: s3_graph.max_graphs=4"),
+    ] = None,
+    platform: Annotated[
+        PlatformName, typer.Option(help="Device that the deploy is for; auto guesses.")
+    ] = PlatformName.auto,
+    profile: Annotated[str | None, typer.Option(help="Model and device, where BASE's file name does not tell.")] = None,
+    place: Annotated[
+        Place | None, typer.Option(help="Where the block stands. Default: where it reaches this model's stages.")
+    ] = None,
+    stage: Annotated[int | None, typer.Option(help="Stage of --place additional_config.", min=0)] = None,
+    as_json: Json = False,
+) -> None:
+    """Print a deploy overlay over BASE with every item listed and explained, chosen ones on or off.
+
+    Redirect it into a file next to BASE and pass it to `vllm serve --omni --deploy-config`. BASE is written as an
+    absolute path where it is the host's, since the host looks for a relative one beside the overlay.
+
+    Exit code: 0 printed; 2 an unknown item or option.
+
+    Examples:
+
+        omni-speech-accel config minicpmo_4_5.yaml > my.yaml
+
+        omni-speech-accel config minicpmo_4_5.yaml --off s3_graph --option speaker_graph.max_graphs=4
+    """
+    from omni_speech_accel.overlays import render_overlay
+
+    with _errors_reported(as_json):
+        chosen = _chosen(_names(on), _names(off), option or [])
+        found = _profile(base, profile, platform, place, stage)
+        text = render_overlay(_base_path(base), found, chosen)
+    if as_json:
+        import yaml
+
+        typer.echo(json.dumps({"profile": found.key, "overlay": yaml.safe_load(text), "text": text}, indent=2))
+    else:
+        typer.echo(text, nl=False)
+
+
+def _base_path(base: str) -> str:
+    """``base`` as the overlay names it: the host's own file by its full path, any other as it was given."""
+    from omni_speech_accel import host
+
+    location = host.host_info().location
+    if location is not None and Path(base).name == base and not Path(base).is_file():
+        stock = location / "deploy" / base
+        if stock.is_file():
+            return str(stock)
+    return base
 
 
 register_transitions(app)

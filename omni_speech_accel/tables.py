@@ -10,10 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from omni_speech_accel.bench.runner import BenchReport
     from omni_speech_accel.bench.verify import ItemResult, VerifyReport
     from omni_speech_accel.status import Status
 
-__all__ = ["print_status", "print_verify"]
+__all__ = ["print_bench", "print_status", "print_verify"]
 
 _STYLES = {
     "on": "green",
@@ -114,3 +115,62 @@ def print_verify(report: VerifyReport, console: Console | None = None) -> None:
         console.print(f"\n{verdict}; nothing failed.", style="green", highlight=False)
     else:
         console.print(f"\n{verdict}; failed: {', '.join(report.failed)}", style="bold red", highlight=False)
+
+
+_PHASES = {
+    "prompt_features": "prompt features of one new reference",
+    "first_chunk": "first chunk of every stream, all references new",
+    "steady_chunk": "a later chunk of every stream",
+}
+
+
+def print_bench(report: BenchReport, console: Console | None = None) -> None:
+    """One table per phase: milliseconds and the ratio to the baseline of the same run."""
+    console = console or Console()
+    workload = report.workload
+    _facts(
+        console,
+        [
+            ("host", report.host),
+            ("device", f"{report.device} ({report.platform}), torch {report.torch}, {report.threads} threads"),
+            ("stage", report.profile),
+            (
+                "work",
+                f"{workload.streams} streams of {workload.chunks} chunks, {workload.repeats} measured passes, "
+                f"{report.seconds:.0f} s in all",
+            ),
+        ],
+    )
+    for phase, title in _PHASES.items():
+        rows = [row for row in report.summaries if row.phase == phase]
+        if not rows:
+            continue
+        table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+        table.add_column("arm", overflow="fold")
+        for name in ("median ms", "min", "max", f"times {report.baseline}", "min", "max", "calls"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            ratios = ("", "", "")
+            if row.arm != report.baseline:
+                ratios = ("?", "?", "?")
+                if row.speedup is not None and row.low is not None and row.high is not None:
+                    ratios = (f"{row.speedup:.2f}", f"{row.low:.2f}", f"{row.high:.2f}")
+            table.add_row(
+                row.arm, f"{row.median_ms:.1f}", f"{row.min_ms:.1f}", f"{row.max_ms:.1f}", *ratios, str(row.count)
+            )
+        console.print()
+        console.print(table)
+    console.print()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("arm", overflow="fold")
+    table.add_column("audio s", justify="right")
+    table.add_column(f"of {report.baseline}", justify="right")
+    table.add_column("audio s per s", justify="right")
+    table.add_column("not applied", overflow="fold")
+    for arm in report.arms:
+        ratio = "" if arm.audio_ratio is None else f"{arm.audio_ratio:.4f}"
+        refused = "; ".join(f"{item}: {reason}" for item, reason in arm.not_applied.items())
+        table.add_row(arm.name, f"{arm.audio_seconds:.1f}", ratio, f"{arm.realtime:.2f}", refused)
+    console.print(table)
+    if not report.comparable:
+        console.print("\nThe arms made different amounts of audio: their times are not comparable.", style="bold red")

@@ -32,7 +32,6 @@ ROWS = 4
 FLOOR = 1e-5
 # Different voices meet other magnitudes than the one that the spread was measured on.
 SPREAD_FACTOR = 4.0
-REFERENCE_SECONDS = 6.0
 
 Step = list[Payload]
 
@@ -137,7 +136,7 @@ def check_streams(bench: Workbench, item: str, check: Check) -> Outcome:
     """Drive the same streams through stock and through the item, and compare after every step."""
     from omni_speech_accel.bench.noise import RowIndependentNoise
 
-    references = distinct_references(3, REFERENCE_SECONDS)
+    references = distinct_references(3, bench.profile.reference_seconds)
     bench.progress("stock: building the stage")
     stock: Code2WavDriver = bench.once("stock stage", lambda: Code2WavDriver(bench.model, bench.profile))
     bench.progress("stock: spread over batch sizes")
