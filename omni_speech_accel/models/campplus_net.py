@@ -60,6 +60,15 @@ def _conv(
     return F.conv2d(x, weight, None if bias is None else bias.flatten(), stride, padding, dilation)
 
 
+def _few_columns(weight: Tensor, x: Tensor) -> Tensor:
+    """The pointwise convolution ``weight`` ``[O, C, 1, 1]`` of ``x`` ``[B, C, 1, S]`` with a handful of columns ``S``.
+
+    Product and sum: at one column per 100 frames a convolution kernel takes 10 us for what these two do in 5 (H200),
+    104 times per embedding. A matrix product would follow the process-wide TF32 switch.
+    """
+    return (weight * x.unsqueeze(1)).sum(2)
+
+
 def _float32(value: Array) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
 
@@ -114,7 +123,9 @@ def _clamp_form(affine: tuple[Array, Array], weight: Array, bias: Array | None) 
     constant = np.where(flat, np.maximum(shift, 0.0), shift)
     column = weight @ constant + (0.0 if bias is None else bias)
     matrix = np.concatenate([column[:, None], weight * scale], axis=1)
-    low, high = (np.clip(np.concatenate([[end], x]), -_FLOAT_MAX, _FLOAT_MAX) for end, x in ((-np.inf, low), (np.inf, high)))
+    low, high = (
+        np.clip(np.concatenate([[end], x]), -_FLOAT_MAX, _FLOAT_MAX) for end, x in ((-np.inf, low), (np.inf, high))
+    )
     return low, high, matrix
 
 
@@ -159,7 +170,8 @@ class _DenseLayer(nn.Module):
         self.register_buffer("local", _float32(np.pad(local, ((0, 0), (1, 0), (0, 0)))[:, :, None, :]))
         weight1, bias1 = weights.conv[f"{path}.cam_layer.linear1"]
         weight2, bias2 = weights.conv[f"{path}.cam_layer.linear2"]
-        assert bias1 is not None and bias2 is not None
+        assert bias1 is not None
+        assert bias2 is not None
         # The context is a mean plus a segment mean, so the carried one arrives as two: halve what multiplies it.
         mask1 = np.zeros((1 + CAM_HIDDEN, 1 + BOTTLENECK))
         mask1[0, 0] = 0.5
@@ -174,7 +186,7 @@ class _DenseLayer(nn.Module):
         hidden = self.bottleneck(x).relu_()
         context = F.avg_pool2d(hidden, (1, SEGMENT_FRAMES), (1, SEGMENT_FRAMES), ceil_mode=True)
         context = context.add_(hidden.mean(-1, keepdim=True))
-        mask = _conv(_conv(context, self.mask1).relu_(), self.mask2).sigmoid_()
+        mask = _few_columns(self.mask2, _few_columns(self.mask1, context).relu_()).sigmoid_()
         if segments is not None:
             mask = mask.index_select(-1, segments)
         local = _conv(hidden, self.local, None, (1, 1), (0, self.dilation), (1, self.dilation))
@@ -206,7 +218,8 @@ class CampplusNet(nn.Module):
         self.conv2 = _HeadConv(conv["head.conv2"], (2, 1))
         tdnn_weight, tdnn_bias = conv["xvector.tdnn.linear"]
         dense_weight, dense_bias = conv["xvector.dense.linear"]
-        assert tdnn_bias is not None and dense_bias is not None
+        assert tdnn_bias is not None
+        assert dense_bias is not None
         self.register_buffer("tdnn_weight", _float32(tdnn_weight[:, :, None, :]))
         self.register_buffer("tdnn_bias", _float32(tdnn_bias.reshape(-1, 1, 1)))
         self.blocks = nn.ModuleList()
