@@ -59,6 +59,10 @@ class _Cold(Exception):
     """The setup cache does not hold the reference that was asked for."""
 
 
+class _Warmed(Exception):
+    """The solve that was only run for its graphs is done."""
+
+
 class Refused(Exception):
     """The host's graphs do not take the grouped solve."""
 
@@ -68,6 +72,7 @@ class _Step:
     """The references of the step that is running, by cache key. A stage runs its steps on one thread."""
 
     asking: bool = False
+    warming: bool = False
     # Cold references in the order in which the host will ask for them, and how often it will.
     cold: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     uses: Counter[Hashable] = field(default_factory=Counter)
@@ -78,7 +83,7 @@ class _Step:
 
     def clear(self) -> None:
         """Forget the step."""
-        self.asking = False
+        self.asking = self.warming = False
         self.solving = ()
         for table in (self.cold, self.uses, self.states, self.encodings):
             table.clear()
@@ -105,6 +110,23 @@ def forward(session: StageSession, wrapped: Any, stage: Any, args: tuple[Any, ..
 def forget(session: StageSession) -> None:
     """Drop what the session's step keeps."""
     _step(session).clear()
+
+
+def warm(session: StageSession, backend: Any, features: Any, size: int) -> None:
+    """Solve one reference as a group of ``size``, for the graphs that this captures; nothing is kept.
+
+    Raises:
+        Refused: The host's whole-solve graphs turned the group down.
+        Exception: What the host raised.
+    """
+    _step(session).warming = True
+    try:
+        # By way of the host's setup_batch, which on NPU selects the attention backend.
+        backend.setup_batch(groups.stack([features] * size), size)
+    except _Warmed:
+        pass
+    finally:
+        forget(session)
 
 
 def iter_decode_batches(
@@ -201,7 +223,10 @@ def create_initial_states(
     features = groups.argument("features", 0, args, kwargs)
     rows = groups.rows_of(features)
     if rows is not None:
-        return _make_states(step, wrapped, features, len(rows), encode=rows)
+        states = _make_states(step, wrapped, features, len(rows), encode=rows)
+        if step.warming:
+            raise _Warmed
+        return states
     batch_size = groups.argument("batch_size", 1, args, kwargs)
     key = features.cache_key
     if step.cold.get(key) is features:
@@ -209,9 +234,9 @@ def create_initial_states(
     state = step.states.get(key)
     if state is None:
         encoded = (features,) * batch_size if key in step.encodings else ()
-        states = _make_states(step, wrapped, features, batch_size, encode=encoded)
+        own = _make_states(step, wrapped, features, batch_size, encode=encoded)
         step.encodings.pop(key, None)
-        return states
+        return own
     step.uses[key] -= 1
     if step.uses[key] <= 0:
         del step.states[key]

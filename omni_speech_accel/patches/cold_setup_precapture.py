@@ -60,11 +60,12 @@ def _capture(session: StageSession, backend: Any, features: Any) -> int:
             break
         try:
             with torch.inference_mode():
-                backend._create_initial_states(groups.stack([features] * size) if grouped else features, size)
+                if grouped:
+                    cold_reference_batch.warm(session, backend, features, size)
+                else:
+                    backend.setup_batch(features, 1)
         except cold_reference_batch.Refused:
             break
-        finally:
-            cold_reference_batch.forget(session)
         if not groups.whole_solve_graphs(backend):
             break  # A failed capture has disabled the host's graphs, as it would while serving.
     captured: int = graphs.stats_snapshot()["captures"] - before

@@ -13,7 +13,7 @@ from omni_speech_accel import host
 from omni_speech_accel.patches import cold_setup_precapture as item
 from omni_speech_accel.patches import patch_for, stage
 from tests.patches import tiny_code2wav as tiny
-from tests.patches.tiny_code2wav import quiet_vocoder  # noqa: F401
+from tests.patches.tiny_code2wav import npu_patched, quiet_vocoder  # noqa: F401
 
 BLOCK = {"cold_setup_precapture": True, "cold_reference_batch": True, "cross_reference_decode": False}
 
@@ -131,6 +131,14 @@ class TestPrecapture:
         assert all(seen)
         assert not made.backend._setup_cache
         assert list(made.backend._prompt_features) == [("default", "voice-0-20.wav")]
+
+    def test_the_npu_patchs_attention_context_is_open(self, on_cuda: None, npu_patched: list[str]) -> None:  # noqa: F811
+        for block in (BLOCK, {**BLOCK, "cold_reference_batch": False}):
+            made = make_stage(block, max_graphs=64)
+            with tiny.calls_of(made.backend, "_encode_chunk_eager", lambda *_, **__: list(npu_patched)) as contexts:
+                precapture(made)
+            assert contexts
+            assert all(context == ["cpu"] for context in contexts)
 
     def test_a_failure_is_logged_and_start_up_goes_on(self, on_cuda: None, caplog: pytest.LogCaptureFixture) -> None:
         made = make_stage(BLOCK, max_graphs=64)

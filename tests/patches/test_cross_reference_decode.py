@@ -155,6 +155,7 @@ def test_rows_join_only_where_every_shape_is_equal(change: str, expected: list[i
             for stream in streams[2:]:
                 stream.epoch = 1
         if change == "position":
+            tiny.step(stage, streams)
             tiny.step(stage, streams[2:])
         width = 9 if change == "token count" else 8
         infos = [stream.info() for stream in streams[:2]]
