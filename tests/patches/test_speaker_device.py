@@ -16,7 +16,7 @@ from omni_speech_accel.session import session_of, use_session
 from tests.patches.conftest import drop_chunk_buffers, only, session_for
 
 KEY = "speaker_device"
-RELATIVE = 1e-4
+RELATIVE = 2e-5
 COSINE = 0.99999
 
 
