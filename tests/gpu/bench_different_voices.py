@@ -32,6 +32,7 @@ import torch  # noqa: E402
 from omni_speech_accel.bench.driver import Code2WavDriver, ready_platform  # noqa: E402
 from omni_speech_accel.bench.references import Reference, distinct_references  # noqa: E402
 from omni_speech_accel.patches import cold_reference_batch  # noqa: E402
+from omni_speech_accel.patches import reference_groups as groups  # noqa: E402
 from tests.gpu import different_voices as voices  # noqa: E402
 from tests.gpu import harness  # noqa: E402
 
@@ -53,11 +54,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak of one cold setup of ``rows`` references, in MiB above what was allocated before."""
+    """One cold setup of ``rows`` references, in MiB above what was allocated before: its peak, and what it leaves.
+
+    ``formula_mib``: what it leaves, and for each reference of one solve an attention cache over all steps and six of one.
+    """
 
     arm: str
     rows: int
     peak_mib: float
+    kept_mib: float
     formula_mib: float
 
 
@@ -114,8 +119,10 @@ class Bench:
             self._peak(count, runs)
 
     def _peak(self, count: int, runs: dict[str, Callable[[], Any]]) -> None:
-        frames = int(2 * 25 * voices.REFERENCE_SECONDS)
-        formula = cold_reference_batch.transient_bytes_per_reference(self.arms["cold"].backend, frames)
+        features = self._features("cold")
+        cold = self.arms["cold"]
+        kept, one_step = groups.attention_cache_bytes(cold.backend, int(features.mels.shape[1]))
+        together = min(count, cold_reference_batch.solve_together(cold.session, cold.backend, features))
         for name, run in runs.items():
             device = self.arms[name].device
             self.arms[name].backend._setup_cache.clear()
@@ -123,13 +130,10 @@ class Bench:
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             states = run()
-            peak = torch.cuda.max_memory_allocated(device) - before
+            peak, left = torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
             del states
-            group = cold_reference_batch.solve_together(
-                self.arms["cold"].session, self.arms["cold"].backend, self._features("cold")
-            )
-            expected = formula * min(count, group) if name == "cold" else formula
-            self.memory.append(Memory(name, count, peak / 2**20, expected / 2**20))
+            formula = left + (together if name == "cold" else 1) * (kept + 6 * one_step)
+            self.memory.append(Memory(name, count, peak / 2**20, left / 2**20, formula / 2**20))
 
     def _features(self, arm: str, index: int = 0) -> Any:
         item = voices.starting_items(self.arms[arm], self.references[index : index + 1], "features-")[0]
@@ -221,9 +225,9 @@ def table(report: dict[str, Any]) -> Iterator[str]:
         ratio = medians["stock"] / medians["item"]
         yield f"{measure:34}{rows:>5}{text['stock']:>26}{text['item']:>26}{ratio:>7.2f}x"
     yield ""
-    yield f"{'peak of a cold setup':34}{'rows':>5}{'measured MiB':>16}{'formula MiB':>16}"
+    yield f"{'memory of a cold setup':34}{'rows':>5}{'peak MiB':>12}{'kept MiB':>12}{'formula MiB':>14}"
     for row in report["memory"]:
-        yield f"{row['arm']:34}{row['rows']:>5}{row['peak_mib']:>16.0f}{row['formula_mib']:>16.0f}"
+        yield f"{row['arm']:34}{row['rows']:>5}{row['peak_mib']:>12.0f}{row['kept_mib']:>12.0f}{row['formula_mib']:>14.0f}"
     yield ""
     for row in report["errors"]:
         yield f"{row['measure']:70}{row['rows']:>5}{row['relative']:>12.2e}"

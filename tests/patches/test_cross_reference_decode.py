@@ -119,11 +119,19 @@ def test_one_reference_is_decoded_bit_for_bit_as_stock(decoded: Any) -> None:
     assert tiny.session(ours).snapshot().get(item.KEY, {}) == {}
 
 
-def test_a_bucket_without_a_partner_is_handed_on_as_it_is() -> None:
-    stage = tiny.make_stage(ONLY)
-    tiny.step(stage, tiny.streams("voice-1-20", "voice-2-30"))
-    row = object()
-    assert list(stage._iter_decode_batches([[row]])) == [[row]]
+def test_a_bucket_without_a_partner_is_decoded_bit_for_bit_as_stock() -> None:
+    stock, ours = tiny.make_stage(), tiny.make_stage(ONLY)
+    runs = []
+    for stage in (stock, ours):
+        streams = tiny.streams("voice-1-20", "voice-2-30", "voice-2-30")
+        features = tiny.calls_of(stage.backend, "_decode_batch_once", lambda tokens, features, *_, **__: features)
+        with features as seen:
+            tiny.step(stage, streams)
+            tiny.step(stage, streams)
+        runs.append((streams, seen))
+    assert all(groups.rows_of(features) is None for features in runs[1][1])
+    for one, other in zip(runs[1][0], runs[0][0], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.audio, other.audio, strict=True))
 
 
 def test_no_block_no_item(decoded: Any) -> None:
