@@ -56,7 +56,7 @@ class Row:
 class Memory:
     """One cold setup of ``rows`` references, in MiB above what was allocated before: its peak, and what it leaves.
 
-    ``formula_mib``: what it leaves, and for each reference of one solve an attention cache over all steps and six of one.
+    ``formula_mib``: what it leaves, and per reference of one solve an attention cache over all steps and six of one.
     """
 
     arm: str
@@ -227,7 +227,8 @@ def table(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"{'memory of a cold setup':34}{'rows':>5}{'peak MiB':>12}{'kept MiB':>12}{'formula MiB':>14}"
     for row in report["memory"]:
-        yield f"{row['arm']:34}{row['rows']:>5}{row['peak_mib']:>12.0f}{row['kept_mib']:>12.0f}{row['formula_mib']:>14.0f}"
+        sizes = f"{row['peak_mib']:>12.0f}{row['kept_mib']:>12.0f}{row['formula_mib']:>14.0f}"
+        yield f"{row['arm']:34}{row['rows']:>5}{sizes}"
     yield ""
     for row in report["errors"]:
         yield f"{row['measure']:70}{row['rows']:>5}{row['relative']:>12.2e}"
