@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,8 +30,11 @@ class CudaAccelerator(DeviceModuleAccelerator):
     def _new_graph(self) -> Any:
         return torch.cuda.CUDAGraph()
 
-    def _abandon_pool(self, device: torch.device, pool: Any) -> None:
-        # Each call raises where the failed capture_end has got past its step already.
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            with suppress(AttributeError, RuntimeError):
-                getattr(torch._C, name)(device.index, pool)
+    def _forget_pool(self, device: torch.device, pool: Any) -> None:
+        try:
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+        except (AttributeError, RuntimeError):
+            # The failure came after this step. Then the graph may release the pool itself when it is destroyed, and
+            # a second release would abort the process from its destructor.
+            return
+        torch._C._cuda_releasePool(device.index, pool)

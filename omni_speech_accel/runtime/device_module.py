@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from omni_speech_accel.runtime.accelerator import Accelerator, CapturedGraph, Device, Event, Stream
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,35 +103,50 @@ class DeviceModuleAccelerator(Accelerator):
         collecting = gc.isenabled()
         gc.disable()
         try:
-            # "thread_local": an allocation by another thread meanwhile is no error of this capture.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._begin(graph, pool)
             try:
                 outputs = fn()
             except BaseException:
                 try:
                     graph.capture_end()
                 except Exception:  # the reason is the exception of fn, which is raised below
-                    self._abandon_pool(device, pool)
+                    self._abandon(device, pool)
                 raise
             try:
                 graph.capture_end()
             except BaseException:
-                self._abandon_pool(device, pool)
+                self._abandon(device, pool)
                 raise
         finally:
             if collecting:
                 gc.enable()
         return _DeviceGraph(graph, outputs)
 
+    def _begin(self, graph: Any, pool: Any) -> None:
+        # "thread_local": an allocation by another thread meanwhile is no error of this capture.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+    def _abandon(self, device: torch.device, pool: Any) -> None:
+        """Take back what `capture_begin` told the library, which `capture_end` does only where the driver agrees.
+
+        Without it the allocator goes on believing that a capture is running, and never again reuses a block that a
+        second stream was recorded on: a leak with every request. And the random number generator goes on believing
+        it too: the next noise drawn, for a CFM solve, fails with "Offset increment outside graph capture". Only a
+        capture that succeeds resets the generator, hence the smallest one.
+        """
+        self._forget_pool(device, pool)
+        try:
+            graph = self._new_graph()
+            self._begin(graph, self._module.graph_pool_handle())
+            torch.zeros((), device=device)
+            graph.capture_end()
+        except Exception:
+            logger.exception("a failed graph capture could not be undone on %s", device)
+
     @abstractmethod
     def _new_graph(self) -> Any:
         """An empty graph object of the library."""
 
     @abstractmethod
-    def _abandon_pool(self, device: torch.device, pool: Any) -> None:
-        """Take back what `capture_begin` told the allocator.
-
-        `capture_end` does so only after the driver has accepted the end of the capture. When the driver refuses, the
-        allocator would go on believing that a capture is running, and would never again reuse a block that another
-        stream had been recorded on: a leak of one reference's buffers with every request.
-        """
+    def _forget_pool(self, device: torch.device, pool: Any) -> None:
+        """Tell the allocator that the capture into `pool` is over, if it has not been told."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ class NpuAccelerator(DeviceModuleAccelerator):
 
     def __init__(self) -> None:
         self._torch_npu = importlib.import_module("torch_npu")
-        super().__init__(torch.npu)
+        super().__init__(self._torch_npu.npu)  # also known as torch.npu
         self.supports_graphs = hasattr(self._module, "NPUGraph")
 
     def prepare_capture(self, device: Device) -> None:
@@ -41,7 +40,7 @@ class NpuAccelerator(DeviceModuleAccelerator):
         Raises:
             RuntimeSetupError: `ASCEND_LAUNCH_BLOCKING=1` is set.
         """
-        if os.environ.get(LAUNCH_BLOCKING) == "1":
+        if os.environ.get(LAUNCH_BLOCKING, "").strip() == "1":
             raise RuntimeSetupError(
                 f"{LAUNCH_BLOCKING}=1 makes every launch wait, which no graph capture can record; "
                 f"unset {LAUNCH_BLOCKING} or turn the graph items off"
@@ -52,8 +51,10 @@ class NpuAccelerator(DeviceModuleAccelerator):
     def _new_graph(self) -> Any:
         return self._module.NPUGraph()
 
-    def _abandon_pool(self, device: torch.device, pool: Any) -> None:
-        # The names differ over torch_npu releases; each raises where the failed capture_end got past its step.
-        for name in ("_npu_endAllocateToPool", "_npu_endAllocateCurrentStreamToPool", "_npu_releasePool"):
-            with suppress(AttributeError, RuntimeError):
-                getattr(self._torch_npu._C, name)(device.index, pool)
+    def _forget_pool(self, device: torch.device, pool: Any) -> None:
+        library = self._torch_npu._C
+        try:
+            library._npu_endAllocateCurrentStreamToPool(device.index, pool)
+        except (AttributeError, RuntimeError):
+            return  # as on CUDA; a release without these calls leaves an empty pool behind, no more
+        library._npu_releasePool(device.index, pool)

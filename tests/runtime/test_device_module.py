@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the CUDA and NPU backends drive their library, on a stand-in that writes down what it is told.
+
+That the library then does what is wanted is shown on the devices, in `tests/gpu/test_runtime_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from omni_speech_accel.runtime import RuntimeSetupError
+from omni_speech_accel.runtime.cuda import CudaAccelerator
+from omni_speech_accel.runtime.device_module import DeviceModuleAccelerator
+from omni_speech_accel.runtime.npu import NpuAccelerator
+
+DEVICE = torch.device("cpu", 0)
+
+
+class Library:
+    """`torch.cuda` / `torch.npu` as far as the backends use it; anything else is an AttributeError."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.refuses_capture_end = 0
+        self.collecting_in_capture: bool | None = None
+        self.config = SimpleNamespace(allow_internal_format=True)
+        self._stream = "caller"
+        self._pools = 0
+        library = self
+
+        class Graph:
+            def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+                library.log.append(f"begin {pool} {capture_error_mode} on {library._stream}")
+                library.collecting_in_capture = gc.isenabled()
+
+            def capture_end(self) -> None:
+                if library.refuses_capture_end:
+                    library.refuses_capture_end -= 1
+                    library.log.append("end refused")
+                    raise RuntimeError("capture invalidated")
+                library.log.append("end")
+
+            def replay(self) -> None:
+                library.log.append("replay")
+
+        class Event:
+            def __init__(self) -> None:
+                self.at = ""
+
+            def record(self, stream: str) -> None:
+                self.at = stream
+
+        class Stream(str):
+            def wait_event(self, event: Event) -> None:
+                library.log.append(f"{self} waits for {event.at}")
+
+        self.NPUGraph = self.CUDAGraph = Graph
+        self.Event = Event
+        self.Stream = lambda device: Stream("side")
+        self._caller = Stream("caller")
+
+    def graph_pool_handle(self) -> str:
+        self._pools += 1
+        return f"pool{self._pools}"
+
+    def current_stream(self, device: Any) -> Any:
+        return self._caller
+
+    def current_device(self) -> int:
+        return 0
+
+    @contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        self._stream = stream
+        yield
+        self._stream = "caller"
+
+    def set_compile_mode(self, jit_compile: bool) -> None:
+        self.log.append(f"jit_compile={jit_compile}")
+
+
+class Backend(DeviceModuleAccelerator):
+    device_type = "cpu"
+    supports_graphs = True
+
+    def __init__(self, library: Library) -> None:
+        super().__init__(library)
+        self._library = library
+
+    def prepare_capture(self, device: Any) -> None:
+        raise NotImplementedError
+
+    def _new_graph(self) -> Any:
+        return self._library.CUDAGraph()
+
+    def _forget_pool(self, device: torch.device, pool: Any) -> None:
+        self._library.log.append(f"forget {pool}")
+
+
+@pytest.fixture
+def library() -> Library:
+    return Library()
+
+
+def test_capture_warms_up_and_records_on_the_side_stream_ordered_by_events(library: Library) -> None:
+    calls: list[str] = []
+
+    def fn() -> str:
+        calls.append(library._stream)
+        library.log.append("fn")
+        return "outputs"
+
+    graph = Backend(library).capture(fn, DEVICE)
+    assert library.log == [
+        "side waits for caller",
+        "fn",
+        "fn",
+        "begin pool1 thread_local on side",
+        "fn",
+        "end",
+        "caller waits for side",
+    ]
+    assert set(calls) == {"side"}
+    assert graph.outputs == "outputs"
+    graph.replay()
+    assert library.log[-1] == "replay"
+
+
+def test_each_capture_has_a_pool_of_its_own(library: Library) -> None:
+    backend = Backend(library)
+    for _ in range(2):
+        backend.capture(lambda: None, DEVICE, warmups=0)
+    pools = [entry.split()[1] for entry in library.log if entry.startswith("begin")]
+    assert pools == ["pool1", "pool2"]
+
+
+def test_collector_rests_during_the_recording_alone(library: Library) -> None:
+    assert gc.isenabled()
+    Backend(library).capture(lambda: None, DEVICE)
+    assert library.collecting_in_capture is False
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        Backend(library).capture(lambda: None, DEVICE)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def recorded_only(library: Library, error: BaseException) -> Any:
+    def fn() -> None:
+        if library.log[-1].startswith("begin"):
+            raise error
+
+    return fn
+
+
+def test_error_while_recording_ends_the_capture_and_is_the_error_raised(library: Library) -> None:
+    with pytest.raises(ValueError, match="mine"):
+        Backend(library).capture(recorded_only(library, ValueError("mine")), DEVICE)
+    assert library.log[-2:] == ["end", "caller waits for side"]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("fn_fails", [True, False])
+def test_capture_whose_end_is_refused_is_undone(library: Library, fn_fails: bool) -> None:
+    library.refuses_capture_end = 1
+    fn = recorded_only(library, ValueError("mine")) if fn_fails else (lambda: None)
+    with pytest.raises(ValueError if fn_fails else RuntimeError, match="mine" if fn_fails else "invalidated"):
+        Backend(library).capture(fn, DEVICE)
+    # The allocator is told, and a smallest capture that succeeds takes the generator out of its capture state.
+    assert library.log[-5:] == [
+        "end refused",
+        "forget pool1",
+        "begin pool2 thread_local on side",
+        "end",
+        "caller waits for side",
+    ]
+    assert gc.isenabled()
+
+
+def test_failure_to_undo_does_not_hide_the_reason(library: Library, caplog: pytest.LogCaptureFixture) -> None:
+    library.refuses_capture_end = 2
+    with pytest.raises(ValueError, match="mine"):
+        Backend(library).capture(recorded_only(library, ValueError("mine")), DEVICE)
+    assert "could not be undone" in caplog.text
+
+
+def test_error_in_a_warmup_begins_no_capture(library: Library) -> None:
+    def fn() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        Backend(library).capture(fn, DEVICE)
+    assert library.log == ["side waits for caller", "caller waits for side"]
+
+
+# CUDA
+
+
+class Allocator:
+    def __init__(self, refuses: str = "") -> None:
+        self.log: list[tuple[str, int, str]] = []
+        self._refuses = refuses
+
+    def call(self, name: str) -> Any:
+        def record(device: int, pool: str) -> None:
+            if name == self._refuses:
+                raise RuntimeError("not recording to this pool")
+            self.log.append((name, device, pool))
+
+        return record
+
+
+@pytest.mark.parametrize("refuses", ["", "end"])
+def test_cuda_releases_a_failed_pool_only_if_the_library_has_not(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    allocator = Allocator(refuses)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator.call("end"), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", allocator.call("release"), raising=False)
+    CudaAccelerator()._forget_pool(torch.device("cuda", 1), "pool")
+    assert allocator.log == ([] if refuses else [("end", 1, "pool"), ("release", 1, "pool")])
+
+
+def test_cuda_launch_blocking_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    CudaAccelerator().prepare_capture("cuda:0")
+
+
+# NPU
+
+
+@pytest.fixture
+def npu(library: Library, monkeypatch: pytest.MonkeyPatch) -> NpuAccelerator:
+    module = ModuleType("torch_npu")
+    module.npu = library  # type: ignore[attr-defined]
+    module._C = SimpleNamespace()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_npu", module)
+    monkeypatch.delenv("ASCEND_LAUNCH_BLOCKING", raising=False)
+    return NpuAccelerator()
+
+
+def test_npu_prepares_the_runtime_for_a_capture(npu: NpuAccelerator, library: Library) -> None:
+    npu.prepare_capture("npu:0")
+    assert library.config.allow_internal_format is False
+    assert library.log == ["jit_compile=False"]
+
+
+@pytest.mark.parametrize("value", ["1", " 1 "])
+def test_npu_fails_fast_on_blocking_launches_and_names_the_variable(
+    npu: NpuAccelerator, library: Library, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", value)
+    with pytest.raises(RuntimeSetupError, match="ASCEND_LAUNCH_BLOCKING=1"):
+        npu.prepare_capture("npu:0")
+    assert library.config.allow_internal_format is True, "nothing is set where nothing will be captured"
+
+
+@pytest.mark.parametrize("value", ["0", ""])
+def test_npu_blocking_launches_turned_off_are_off(
+    npu: NpuAccelerator, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", value)
+    npu.prepare_capture("npu:0")
+
+
+def test_npu_without_graph_support_has_no_graphs(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    del library.NPUGraph
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=library, _C=SimpleNamespace()))
+    assert not NpuAccelerator().supports_graphs
+
+
+def test_npu_without_its_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(ImportError, match="torch_npu"):
+        NpuAccelerator()
+
+
+@pytest.mark.parametrize("has_calls", [True, False])
+def test_npu_releases_a_failed_pool_where_its_library_can(
+    npu: NpuAccelerator, monkeypatch: pytest.MonkeyPatch, has_calls: bool
+) -> None:
+    allocator = Allocator()
+    if has_calls:
+        npu._torch_npu._C._npu_endAllocateCurrentStreamToPool = allocator.call("end")
+        npu._torch_npu._C._npu_releasePool = allocator.call("release")
+    npu._forget_pool(torch.device("cuda", 1), "pool")
+    assert allocator.log == ([("end", 1, "pool"), ("release", 1, "pool")] if has_calls else [])
