@@ -7,6 +7,7 @@ at a time, since a start is mostly imports on one core.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,15 @@ from omni_speech_accel import __version__
 from omni_speech_accel.checkpoint import reference_wavs
 from omni_speech_accel.host import host_info
 from omni_speech_accel.patches import PATCHES
-from tests.speech_server.client import SAMPLES_PER_CODE, RequestRefused, Wav, random_codes, stream_pcm, synthesize
+from tests.speech_server.client import (
+    SAMPLES_PER_CODE,
+    RequestRefused,
+    Wav,
+    item_counts,
+    random_codes,
+    stream_pcm,
+    synthesize,
+)
 from tests.speech_server.server import Place, Profile, ServerError, SpeechServer, deploy_config, plugins_without
 
 pytestmark = pytest.mark.server
@@ -43,7 +52,13 @@ class Run:
     log: list[str] = field(default_factory=list)
     wavs: dict[str, Wav] = field(default_factory=dict)
     pieces: list[bytes] = field(default_factory=list)
+    counts: dict[tuple[str, str], float] = field(default_factory=dict)
     failure: str = ""
+
+    @property
+    def called(self) -> set[str]:
+        """The items that have counted a call in a worker."""
+        return {item for (item, event), count in self.counts.items() if event == "calls" and count}
 
     @property
     def start_up_lines(self) -> list[str]:
@@ -71,10 +86,6 @@ def ask_for_utterances(url: str, run: Run, references: list[Path]) -> None:
     assert refused.value.status == 400
 
 
-def ask_for_one(url: str, run: Run, references: list[Path]) -> None:
-    run.wavs["first"] = synthesize(url, CODES, references[0])
-
-
 def ask_for_a_stream(url: str, run: Run, references: list[Path]) -> None:
     run.pieces += stream_pcm(url, STREAMED_CODES, references[0])
 
@@ -83,8 +94,8 @@ CONFIGURATIONS = {
     "absent": Configuration(ask_for_utterances, plugins=plugins_without("omni_speech_accel")),
     "no block": Configuration(ask_for_utterances),
     "on": Configuration(ask_for_utterances, block=True),
-    "one off": Configuration(ask_for_one, block={"speaker_device": False}, place="stage"),
-    "wrong key": Configuration(ask_for_one, block={"speaker_devise": True}),
+    "one off": Configuration(ask_for_utterances, block={"sync_free_prompt": False}, place="stage"),
+    "wrong key": Configuration(ask_for_utterances, block={"speaker_devise": True}),
     "two stages": Configuration(ask_for_a_stream, block={}, profile="two_stage"),
 }
 
@@ -106,7 +117,8 @@ class Runs:
 
     def _run(self, name: str, configuration: Configuration) -> Run:
         folder = self._scratch / name.replace(" ", "_")
-        folder.mkdir()
+        metrics = folder / "metrics"
+        metrics.mkdir(parents=True)
         server = SpeechServer(
             deploy_config(
                 folder / "deploy.yaml", configuration.profile, block=configuration.block, place=configuration.place
@@ -114,6 +126,7 @@ class Runs:
             model_dir=self._model,
             plugins=configuration.plugins,
             seed=SEED,
+            extra_env={"PROMETHEUS_MULTIPROC_DIR": str(metrics)},
             log=folder / "server.log",
         )
         with self._lock:
@@ -124,9 +137,12 @@ class Runs:
         try:
             with server:
                 configuration.ask(server.url, run, self._references)
+                run.counts = item_counts(server.url)
         except ServerError as error:
             run.failure = str(error)
         run.log = server.log_lines()
+        for wav_name, wav in run.wavs.items():
+            (folder / f"{wav_name}.wav").write_bytes(wav.data)
         return run
 
     def __getitem__(self, name: str) -> Run:
@@ -163,10 +179,10 @@ def furthest(left: Wav, right: Wav) -> int:
 
 
 def items(line: str, heading: str) -> list[str]:
-    """The items that a start-up line lists after ``heading``."""
-    _, found, rest = line.partition(f" {heading}: ")
+    """The items that a start-up line lists after ``heading``, without the reasons in brackets."""
+    _, found, rest = re.sub(r" \([^()]*\)", "", line).partition(f" {heading}: ")
     assert found, f"no {heading!r} in {line}"
-    return [item.split(" (")[0] for item in rest.split(";")[0].split(", ")]
+    return [item for item in rest.split(";")[0].split(", ") if item != "none"]
 
 
 def test_stock_server_speaks_in_the_voice_it_is_given(runs: Runs) -> None:
@@ -199,9 +215,12 @@ def test_start_up_line_without_a_block_says_stock(runs: Runs) -> None:
 
 def test_start_up_line_accounts_for_every_item_once(runs: Runs) -> None:
     (line,) = runs.up("on").start_up_lines
-    assert f"omni_speech_accel {__version__}: stage speech_test_code2wav on {host_info()}: " in line
-    accounted = [item for heading in ("on", "off", "not applied") for item in items(line, heading) if item != "none"]
-    assert sorted(accounted) == sorted(patch.key for patch in PATCHES)
+    assert f"omni_speech_accel {__version__}: stage speech_test_code2wav on {host_info()}: on: " in line
+    accounted = [item for heading in ("on", "off", "not applied") for item in items(line, heading)]
+    assert len(accounted) == len(set(accounted))
+    assert set(accounted) <= {patch.key for patch in PATCHES}
+    assert "speaker_graph" in items(line, "not applied")
+    assert "speaker_graph (for cuda and npu, not cpu)" in line
     assert {"sync_free_prompt", "speaker_device"} <= set(items(line, "on"))
 
 
@@ -213,25 +232,30 @@ def test_wavs_with_the_items_on_are_within_tolerance_of_stock(runs: Runs) -> Non
 
 
 def test_item_that_is_off_in_the_yaml_is_off_in_the_worker(runs: Runs) -> None:
-    """All items but ``speaker_device`` are exact, so that without it the bytes are stock's again, and with it not."""
-    stock, on, off = runs.up("absent").wavs, runs.up("on").wavs, runs.up("one off").wavs
-    assert on["first"].data != stock["first"].data
-    assert off["first"].data == stock["first"].data
+    on, off = runs.up("on"), runs.up("one off")
+    assert "sync_free_prompt" in on.called
+    assert "sync_free_prompt" not in off.called
+    # The item is exact and all others are on in both.
+    assert {name: wav.data for name, wav in off.wavs.items()} == {name: wav.data for name, wav in on.wavs.items()}
+
+
+def test_nothing_is_counted_without_a_block(runs: Runs) -> None:
+    assert not runs.up("no block").counts
 
 
 def test_start_up_line_says_which_item_is_off(runs: Runs) -> None:
     (line,) = runs.up("one off").start_up_lines
     assert "(Worker" in line
-    assert items(line, "off") == ["speaker_device"]
-    assert "sync_free_prompt" in items(line, "on")
+    assert items(line, "off") == ["sync_free_prompt"]
+    assert "speaker_device" in items(line, "on")
 
 
 def test_wrong_key_stops_the_server_at_start_and_names_key_place_and_nearest_name(runs: Runs) -> None:
     run = runs["wrong key"]
     assert "the server ended with" in run.failure
     assert not run.wavs
-    (said,) = {line[line.index("omni_speech_accel: ") :] for line in run.log if "SettingsError" in line}
-    assert "omni_speech_accel.speaker_devise" in said
+    (said,) = {line[line.index("SettingsError: ") :] for line in run.log if "SettingsError: " in line}
+    assert "connectors.connector_of_shared_memory.extra.omni_speech_accel.speaker_devise" in said
     assert 'did you mean "speaker_device"?' in said
 
 

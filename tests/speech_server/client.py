@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from prometheus_client.parser import text_string_to_metric_families
 
 CODEC_VOCABULARY = 6561  # flow.yaml of both models: vocab_size
 SAMPLES_PER_CODE = 960  # 25 codec tokens a second at 24 kHz
@@ -98,3 +99,19 @@ def stream_pcm(
                 raise ValueError(f"the stream reports {data}")
             yield base64.b64decode(event["audio"])
     raise ValueError("the stream ended without speech.audio.done")
+
+
+def item_counts(url: str) -> dict[tuple[str, str], float]:
+    """``{(item, event): count}`` out of the server's ``/metrics``, summed over stages.
+
+    The counts of a stage are there only where the server runs with ``PROMETHEUS_MULTIPROC_DIR``.
+    """
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    counts: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "omni_speech_accel_events_total":
+                key = (sample.labels["item"], sample.labels["event"])
+                counts[key] = counts.get(key, 0) + sample.value
+    return counts

@@ -24,6 +24,7 @@ import yaml
 BLOCK = "omni_speech_accel"
 SEED_VARIABLE = "OMNI_SPEECH_TEST_HOST_SEED"
 DEPLOYS = Path(__file__).resolve().parent / "deploy"
+GUARD = Path(__file__).resolve().parent / "guard.py"
 
 Profile = Literal["minicpmo", "step_audio2", "two_stage"]
 Place = Literal["connector", "stage"]
@@ -101,7 +102,7 @@ class SpeechServer:
         seed: int | None = None,
         extra_env: Mapping[str, str] | None = None,
         log: Path | None = None,
-        startup_seconds: float = 300,
+        startup_seconds: float = 600,
     ) -> None:
         self.deploy_yaml = deploy_yaml
         self.model_dir = model_dir
@@ -168,15 +169,18 @@ class SpeechServer:
         if self.running:
             raise ServerError("the server is running already")
         self.port = _free_port()
-        command = [
-            str(self._vllm), "serve", str(self.model_dir), "--omni", "--deploy-config", str(self.deploy_yaml),
-            "--host", "127.0.0.1", "--port", str(self.port),
-        ]  # fmt: skip
+        # The guard's pipe is ours alone: it ends the server should this process be killed.
+        serve = [self._vllm, "serve", self.model_dir, "--omni", "--deploy-config", self.deploy_yaml]
+        listen = ["--host", "127.0.0.1", "--port", self.port]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                [str(part) for part in (sys.executable, GUARD, *serve, *listen)],
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         try:
             self._wait_until_healthy()
         except BaseException:
@@ -218,6 +222,8 @@ class SpeechServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
         _remove_wake_channels(family)
 
 
