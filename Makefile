@@ -32,7 +32,7 @@ $(HOSTS:%=unit-%): unit-%: env-%
 
 # By itself: two servers at a time take all of the machine.
 $(HOSTS:%=server-%): server-%: env-%
-	$(call in,$*) pytest -m server -o cache_dir=.cache/pytest tests/server
+	$(call in,$*) pytest -m server -o cache_dir=.cache/pytest
 
 clean:
 	rm -rf .venv .cache demo_out
