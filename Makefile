@@ -5,6 +5,7 @@ MAIN   := 0.32.0rc1
 COMPAT := 0.30.0
 
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
+export OSA_TEST_CHECKPOINT := $(CURDIR)/.cache/test-checkpoints
 
 in = .venv/$(1)/bin/python -m
 

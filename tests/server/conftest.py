@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.speech_server.model_dir import build_model_dir, ensure_checkpoint
-
-REPO = Path(__file__).resolve().parents[2]
+from tests.speech_server.model_dir import build_model_dir
 
 
 @pytest.fixture(scope="session")
-def speech_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A served model directory over a small random-weight checkpoint; its weights stay in .cache between runs."""
-    checkpoint = ensure_checkpoint(REPO / ".cache" / "models" / "small", size="small")
-    return build_model_dir(tmp_path_factory.mktemp("served") / "model", checkpoint)
+def speech_model(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A served model directory over the small random-weight checkpoint."""
+    return build_model_dir(tmp_path_factory.mktemp("served") / "model", small_checkpoint)
