@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from omni_speech_accel.checkpoint.random_weights import FloatArray, layer_weight, normal
 
 
@@ -24,7 +22,8 @@ class FlowShape:
 
 FULL = FlowShape(encoder_blocks=6, up_blocks=4, linear_units=2048, depth=16, mlp_ratio=4.0)
 # The DiT's width stays at 512 with 8 heads of 64: cosyvoice2's chunk streaming (Step-Audio 2) writes its caches into
-# buffers of exactly these sizes, whatever the YAML says. Two blocks, so that state of one layer in another's place shows.
+# buffers of exactly these sizes, whatever the YAML says. Two blocks, so that one layer's state in another's place
+# shows.
 SMALL = FlowShape(encoder_blocks=1, up_blocks=1, linear_units=256, depth=2, mlp_ratio=1.0)
 
 _YAML = """\
@@ -75,11 +74,11 @@ def _flow_weight(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
     # Zero at upstream's initialisation (adaLN-Zero) and non-zero in every trained model: with zeros each block would be
     # the identity and no fault inside one could show.
     if "adaLN_modulation" in name:
-        return np.float32(0.02 if len(shape) == 2 else 0.1) * normal(seed, stream, shape)
+        return normal(seed, stream, shape, 0.02 if len(shape) == 2 else 0.1)
     if name == "input_embedding.weight":
         return normal(seed, stream, shape)
     if name.endswith(("pos_bias_u", "pos_bias_v")):
-        return np.float32(0.1) * normal(seed, stream, shape)
+        return normal(seed, stream, shape, 0.1)
     return layer_weight(seed, stream, shape)
 
 

@@ -19,10 +19,12 @@ def uniform(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
     return np.random.default_rng([seed, zlib.crc32(name.encode())]).random(shape, dtype=np.float32)
 
 
-def normal(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
-    """Standard normal float32 of ``shape``, from the tensor's own stream."""
-    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    return rng.standard_normal(shape, dtype=np.float32)
+def normal(seed: int, name: str, shape: tuple[int, ...], std: float = 1.0, mean: float = 0.0) -> FloatArray:
+    """Normal float32 of ``shape``, from the tensor's own stream."""
+    draw = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
+    draw *= np.float32(std)
+    draw += np.float32(mean)
+    return draw
 
 
 def layer_weight(seed: int, name: str, shape: tuple[int, ...], gain: float = 1.0) -> FloatArray:
@@ -37,5 +39,4 @@ def layer_weight(seed: int, name: str, shape: tuple[int, ...], gain: float = 1.0
         draw -= np.float32(0.5)
         draw *= np.float32(gain * np.sqrt(12.0 / np.prod(shape[1:])))
         return draw
-    draw = normal(seed, name, shape)
-    return 1.0 + np.float32(0.02) * draw if name.endswith("weight") else np.float32(0.02) * draw
+    return normal(seed, name, shape, 0.02, 1.0 if name.endswith("weight") else 0.0)

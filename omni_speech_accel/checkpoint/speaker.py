@@ -12,26 +12,29 @@ import numpy as np
 
 from omni_speech_accel.checkpoint.random_weights import FloatArray, layer_weight, normal, uniform
 from omni_speech_accel.models.campplus_onnx import EMBEDDING_SIZE, FEATURE_BINS
-from omni_speech_accel.models.campplus_parity import speech_like_fbank
+from omni_speech_accel.models.speech_features import speech_like_fbank
 
 # Power of a mean-normalised log-mel fbank of speech: standard deviation 3 to 4.8 on the references that ship with the
 # host.
 _FBANK_POWER = 15.0
 
-# Power that a BatchNorm of each block finds at its input on speech. A trained model has learned it; without it the masks
-# of all layers saturate at 0 or 1 and most of the network has no effect on the embedding, so that no fault in it shows.
+# Power that a BatchNorm of each block finds at its input on speech. A trained model has learned it; without it the
+# masks saturate at 0 or 1 and most of the network has no effect on the embedding, so that no fault in it shows.
 # With it the masks' logits have a standard deviation of 0.6 to 2 on speech.
 _BLOCK_POWER = (12.0, 0.5, 0.5)
 
 
 def _running_var(name: str, draw: FloatArray) -> FloatArray:
-    spread = 0.5 + draw
+    """Around the power expected at that place; ``draw`` is uniform in 0..1."""
+    scale = 1.0
     if name == "head.bn1.running_var":
-        return spread * np.float32(_FBANK_POWER)
+        scale = _FBANK_POWER
     for number, power in enumerate(_BLOCK_POWER, start=1):
         if name.startswith((f"xvector.block{number}.", f"xvector.transit{number}.")) and "nonlinear2" not in name:
-            return spread * np.float32(power)
-    return spread
+            scale = power
+    draw += np.float32(0.5)
+    draw *= np.float32(scale)
+    return draw
 
 
 def _speaker_weight(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
@@ -39,7 +42,7 @@ def _speaker_weight(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
     if name.endswith("running_var"):
         return _running_var(name, uniform(seed, stream, shape))
     if name.endswith("running_mean"):
-        return np.float32(0.1) * normal(seed, stream, shape)
+        return normal(seed, stream, shape, 0.1)
     # gain 1.4 makes up for what a ReLU halves
     return layer_weight(seed, stream, shape, 1.0 if ".cam_layer.linear" in name and "local" not in name else 1.4)
 

@@ -20,7 +20,10 @@ def _vocoder_weight(seed: int, name: str, shape: tuple[int, ...]) -> FloatArray:
     if name.endswith("original0"):  # magnitude of a weight-normed kernel
         return np.full(shape, 0.7, dtype=np.float32)
     if name.endswith("alpha"):  # Snake frequency: positive
-        return 0.5 + np.abs(normal(seed, stream, shape))
+        frequency = normal(seed, stream, shape)
+        np.abs(frequency, out=frequency)
+        frequency += np.float32(0.5)
+        return frequency
     return layer_weight(seed, stream, shape)
 
 

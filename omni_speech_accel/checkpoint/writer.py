@@ -25,7 +25,7 @@ Size = Literal["full", "small"]
 # Present in every directory written here, and the licence to replace one.
 MARKER = "omni_speech_accel_checkpoint.json"
 # Raised when the same seed starts to give other weights, so that a cached directory is not mistaken for a current one.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def write_checkpoint(
 ) -> CheckpointInfo:
     """Write a random-weight speech model that the stock host loads with ``strict=True``.
 
-    ``directory`` then holds ``assets/`` as MiniCPM-o lays it out and ``token2wav`` as Step-Audio 2 does. ``full`` has the
-    sizes of the released model (1.2 GB); ``small`` shrinks the flow, the only part whose size the host does not fix.
-    ``reference_wav`` becomes the default reference; by default it is real speech that ships with the host. The same seed
-    gives the same tensors, bit for bit.
+    ``directory`` then holds ``assets/`` as MiniCPM-o lays it out and ``token2wav`` as Step-Audio 2 does. ``full`` has
+    the sizes of the released model (1.2 GB); ``small`` shrinks the flow, the only part whose size the host does not
+    fix (0.7 GB). ``reference_wav`` becomes the default reference; without it, real speech that ships with the host
+    does. The same seed gives the same tensors, bit for bit.
 
     The directory appears whole or not at all. One that is not empty and was not written here is kept, with
     ``FileExistsError``, unless ``force``. Raises ``ValueError`` on an unknown size, ``FileNotFoundError`` when
@@ -114,7 +114,9 @@ def _replacing(directory: Path, *, force: bool) -> Iterator[Path]:
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / MARKER).is_file() and not force:
-        raise FileExistsError(f"{directory} is not empty and was not written by omni_speech_accel; pass force to replace")
+        raise FileExistsError(
+            f"{directory} is not empty and was not written by omni_speech_accel; pass force to replace"
+        )
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:

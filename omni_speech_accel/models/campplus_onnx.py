@@ -94,9 +94,7 @@ def conv_specs() -> list[ConvSpec]:
             path = f"xvector.block{block_index}.tdnnd{layer_index}"
             specs += [
                 pointwise(f"{path}.linear1", BOTTLENECK, channels, norm=f"{path}.nonlinear2.batchnorm"),
-                ConvSpec(
-                    f"{path}.cam_layer.linear_local", (GROWTH, BOTTLENECK, 3), (1,), (dilation,), (dilation,)
-                ),
+                ConvSpec(f"{path}.cam_layer.linear_local", (GROWTH, BOTTLENECK, 3), (1,), (dilation,), (dilation,)),
                 pointwise(f"{path}.cam_layer.linear1", CAM_HIDDEN, BOTTLENECK, bias=True),
                 pointwise(f"{path}.cam_layer.linear2", GROWTH, CAM_HIDDEN, bias=True),
             ]
@@ -111,7 +109,9 @@ def conv_specs() -> list[ConvSpec]:
             )
         )
         channels //= 2
-    specs.append(pointwise("xvector.dense.linear", EMBEDDING_SIZE, 2 * channels, norm="xvector.dense.nonlinear.batchnorm"))
+    specs.append(
+        pointwise("xvector.dense.linear", EMBEDDING_SIZE, 2 * channels, norm="xvector.dense.nonlinear.batchnorm")
+    )
     return specs
 
 

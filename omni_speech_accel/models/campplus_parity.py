@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
-from omni_speech_accel.models.campplus_onnx import FEATURE_BINS
+from omni_speech_accel.models.campplus_net import CampplusNet
+from omni_speech_accel.models.campplus_onnx import parse_onnx, read_campplus_weights
+from omni_speech_accel.models.speech_features import speech_like_fbank
 
 # Frames (10 ms hop): shorter than one mask segment; exactly one segment (100 frames after the stride-2 layer); an odd
 # count over two segments; a 6 s reference as MiniCPM-o folds them; one that ends just past a segment border.
@@ -55,6 +57,9 @@ class ParityReport:
 
     lengths: tuple[LengthParity, ...]
     tolerance: Tolerance
+    # Tensors of a CampplusNet that are not, bit for bit, what the file gives. One channel of one layer can be wrong
+    # and leave these inputs' embeddings within the tolerance: a unit of a mask that speech never wakes, for instance.
+    altered: tuple[str, ...] = ()
 
     @property
     def worst(self) -> LengthParity:
@@ -63,8 +68,8 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """All lengths within the tolerance, and all of them finite."""
-        return all(
+        """No tensor altered, and all lengths finite and within the tolerance."""
+        return not self.altered and all(
             row.relative_error <= self.tolerance.max_relative_error and row.cosine >= self.tolerance.min_cosine
             for row in self.lengths
         )
@@ -75,34 +80,30 @@ class CampplusParityError(RuntimeError):
 
     def __init__(self, report: ParityReport, onnx_path: str | Path) -> None:
         worst, allowed = report.worst, report.tolerance
+        altered = f"; altered tensors: {', '.join(report.altered[:4])}" if report.altered else ""
+        if len(report.altered) > 4:
+            altered += f" and {len(report.altered) - 4} more"
         super().__init__(
             f"CAM++ differs from {onnx_path} at {worst.frames} frames: relative L2 error {worst.relative_error:.2e} "
             f"(allowed {allowed.max_relative_error:.0e}), cosine {worst.cosine:.9f} (allowed {allowed.min_cosine})"
+            f"{altered}"
         )
         self.report = report
 
 
-def speech_like_fbank(frames: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Mean-normalised log-mel fbank ``[frames, 80]`` with the statistics of speech, from a seed.
-
-    Moving formant ridges over a tilted floor under a syllable-rate envelope, in natural-log units as kaldi's fbank.
-    White noise would do the same sums but drives every channel to the same level, where a wrong mask hardly shows.
-    """
-    rng = np.random.default_rng([seed, frames])
-    time = np.arange(frames)[:, None] / 100.0
-    bins = np.arange(FEATURE_BINS)[None, :]
-    envelope = 3.0 * np.sin(2 * np.pi * (3.1 * time + rng.uniform())) + 1.5 * np.sin(2 * np.pi * 0.7 * time)
-    spectrum = 12.0 - 0.05 * bins + envelope
-    for centre, depth in ((12, 6), (30, 10), (52, 8), (68, 5)):
-        ridge = centre + depth * np.sin(2 * np.pi * (rng.uniform(0.4, 1.6) * time + rng.uniform()))
-        spectrum = spectrum + 4.0 * np.exp(-0.5 * ((bins - ridge) / 4.0) ** 2)
-    spectrum = spectrum + rng.normal(scale=1.2, size=(frames, FEATURE_BINS))
-    return (spectrum - spectrum.mean(axis=0, keepdims=True)).astype(np.float32)
+def altered_tensors(model: CampplusNet, onnx_path: str | Path) -> tuple[str, ...]:
+    """Names of the tensors of ``model`` that are not bit-equal to what ``onnx_path`` gives."""
+    expected = CampplusNet(read_campplus_weights(parse_onnx(onnx_path))).state_dict()
+    actual = model.state_dict()
+    names = sorted(expected.keys() | actual.keys())
+    return tuple(
+        name
+        for name in names
+        if name not in expected or name not in actual or not torch.equal(actual[name].cpu(), expected[name])
+    )
 
 
-def measure_parity(
-    model: nn.Module, onnx_path: str | Path, lengths: tuple[int, ...] = PARITY_LENGTHS
-) -> ParityReport:
+def measure_parity(model: nn.Module, onnx_path: str | Path, lengths: tuple[int, ...] = PARITY_LENGTHS) -> ParityReport:
     """Run ``model`` (``[B, T, 80]`` to ``[B, 192]``, on its own device) and the ONNX file on the same inputs."""
     import onnxruntime
 
@@ -110,7 +111,7 @@ def measure_parity(
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(onnx_path), sess_options=options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
-    device = next(model.buffers()).device
+    device = _device_of(model)
     rows = []
     for frames in lengths:
         feat = speech_like_fbank(frames)[None]
@@ -126,12 +127,23 @@ def measure_parity(
                 max_abs=float(np.abs(actual - expected).max()),
             )
         )
-    return ParityReport(tuple(rows), tolerance_on(device))
+    altered = altered_tensors(model, onnx_path) if isinstance(model, CampplusNet) else ()
+    return ParityReport(tuple(rows), tolerance_on(device), altered)
 
 
 def check_parity(model: nn.Module, onnx_path: str | Path, lengths: tuple[int, ...] = PARITY_LENGTHS) -> ParityReport:
-    """:func:`measure_parity`, raising :class:`CampplusParityError` outside the tolerance of the model's device."""
+    """:func:`measure_parity`, raising :class:`CampplusParityError` outside the tolerance of the model's device.
+
+    Where the device can only meet :data:`REDUCED_PRECISION`, a copy on the CPU is held to the full one first.
+    """
+    if tolerance_on(_device_of(model)) is not FULL_PRECISION:
+        check_parity(copy.deepcopy(model).to("cpu"), onnx_path, lengths)
     report = measure_parity(model, onnx_path, lengths)
     if not report.passed:
         raise CampplusParityError(report, onnx_path)
     return report
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    device: torch.device = next(iter(model.state_dict().values())).device
+    return device
