@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -24,6 +25,20 @@ def registered() -> Iterator[None]:
     assert plugin.is_registered()
     yield
     plugin.unregister()
+
+
+@pytest.fixture
+def accel_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the package logs. vLLM, once imported, keeps its loggers' records from the root that caplog listens at."""
+    logger = logging.getLogger("vllm.omni_speech_accel")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(level)
+    logger.propagate = propagate
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import subprocess
 import sys
 import textwrap
@@ -34,7 +33,10 @@ def host_functions() -> dict[tuple[str, str], Any]:
 
     found = {}
     for module, rows in binding._handlers().items():
-        loaded = importlib.import_module(module)
+        try:
+            loaded = importlib.import_module(module)
+        except ModuleNotFoundError:
+            continue  # Some hosts have no such module; the probe says so for the item.
         for _, symbol, _ in rows:
             try:
                 parent, attribute, _ = wrapt.resolve_path(loaded, symbol.qualname)
@@ -149,7 +151,7 @@ def test_two_instances_in_one_process_follow_their_own_settings(
     assert results == [None, "stock", "stock"]
 
 
-def test_an_item_whose_code_cannot_be_imported_leaves_stock_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_item_whose_code_cannot_be_imported_leaves_stock_and_says_why(accel_log: pytest.LogCaptureFixture) -> None:
 
     from omni_speech_accel.patches import patch_for
 
@@ -158,11 +160,10 @@ def test_an_item_whose_code_cannot_be_imported_leaves_stock_and_says_why(caplog:
     session = make_session({})
     session.announce()
     attach(owner, session)
-    with caplog.at_level(logging.WARNING):
-        assert handle(lambda: "stock", owner, (), {}) == "stock"
-        assert handle(lambda: "stock", owner, (), {}) == "stock"
+    assert handle(lambda: "stock", owner, (), {}) == "stock"
+    assert handle(lambda: "stock", owner, (), {}) == "stock"
     assert "no_such_function" in session.not_applied["speaker_stream"]
-    assert len([record for record in caplog.records if "speaker_stream" in record.getMessage()]) == 1
+    assert len([record for record in accel_log.records if record.levelname == "WARNING"]) == 1
 
 
 def test_a_wrapper_without_a_block_costs_microseconds(registered: None) -> None:
@@ -189,7 +190,7 @@ def test_a_missing_host_symbol_leaves_its_neighbours_wrapped(monkeypatch: pytest
 
 
 def test_an_error_while_wrapping_never_reaches_the_hosts_import(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, accel_log: pytest.LogCaptureFixture
 ) -> None:
     core_class()
 
@@ -197,10 +198,9 @@ def test_an_error_while_wrapping_never_reaches_the_hosts_import(
         raise RuntimeError("no")
 
     monkeypatch.setattr(binding, "_bind", refuse)
-    with caplog.at_level(logging.ERROR):
-        plugin.register()
+    plugin.register()
     plugin.unregister()
-    assert any("stock there" in record.getMessage() for record in caplog.records)
+    assert any("stock there" in record.getMessage() for record in accel_log.records)
 
 
 def test_sessions_reach_the_objects_that_a_stage_builds(registered: None, stage_config: Any, tmp_path: Any) -> None:

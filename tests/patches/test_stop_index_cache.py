@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_speech_accel import host
+from omni_speech_accel import host, runtime
 from omni_speech_accel.patches import patch_for, stop_index_cache
 from omni_speech_accel.session import use_session
 from tests.patches.conftest import only, session_for
@@ -147,6 +147,7 @@ def test_nothing_is_kept_from_inside_a_capture(device: Any) -> None:
 
     session = session_for(only(KEY))
     logits = torch.zeros(1, 4, device=DEVICE)
+    runtime.accelerator_for(DEVICE).prepare_capture(DEVICE)
     with device.use_stream(device.create_stream()):
         device.begin_capture()
         try:
