@@ -172,5 +172,7 @@ def print_bench(report: BenchReport, console: Console | None = None) -> None:
         refused = "; ".join(f"{item}: {reason}" for item, reason in arm.not_applied.items())
         table.add_row(arm.name, f"{arm.audio_seconds:.1f}", ratio, f"{arm.realtime:.2f}", refused)
     console.print(table)
+    for name, reason in report.idle.items():
+        console.print(f"{name}: left out: {reason}", style="dim", highlight=False)
     if not report.comparable:
         console.print("\nThe arms made different amounts of audio: their times are not comparable.", style="bold red")

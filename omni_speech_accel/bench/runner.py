@@ -40,10 +40,17 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration. ``block``: its ``omni_speech_accel`` block; ``None`` is no block, stock."""
+    """One configuration.
+
+    Args:
+        name: In tables and files.
+        block: Its ``omni_speech_accel`` block; ``None`` is no block, stock.
+        idle: Why the arm would do nothing in a stage built like this stock one, or ``""``.
+    """
 
     name: str
     block: Any = None
+    idle: Callable[[Code2WavDriver], str] = lambda driver: ""
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,10 @@ class ArmReport:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """One run. ``rows`` are every timed call, warm-ups included; the rest is made from them."""
+    """One run. ``rows`` are every timed call, warm-ups included; the rest is made from them.
+
+    ``idle``: arms that were left out, since their item has nothing to do in this stage, and why.
+    """
 
     version: str
     host: str
@@ -99,6 +109,7 @@ class BenchReport:
     workload: Workload
     baseline: str
     arms: tuple[ArmReport, ...]
+    idle: Mapping[str, str]
     summaries: tuple[Summary, ...]
     rows: tuple[Row, ...]
     seconds: float
@@ -142,7 +153,7 @@ def item_arms(items: Sequence[str], platform: str) -> list[Arm]:
             raise BenchError(f"{patch.key} cannot be measured here: {reason}")
         if reason:
             continue
-        arms.append(Arm(" + ".join((*check.beside, patch.key)), block_of(*check.beside, patch.key)))
+        arms.append(Arm(" + ".join((*check.beside, patch.key)), block_of(*check.beside, patch.key), check.idle))
         together += [key for key in (*check.beside, patch.key) if key not in together]
     if len(arms) == 1:
         raise BenchError("no item can be measured here")
@@ -293,6 +304,11 @@ def _write_references(directory: Path, references: Sequence[Reference], number: 
     return paths
 
 
+def _steps(baseline: Arm, others: Sequence[Arm], workload: Workload) -> int:
+    """Stages to build and passes to make."""
+    return 1 + sum(1 + len(schedule(baseline.name, arm.name, workload.repeats)) for arm in others)
+
+
 def run(
     arms: Sequence[Arm],
     model: Path,
@@ -325,7 +341,7 @@ def run(
 
     started = time.perf_counter()
     baseline, *others = arms
-    total = 1 + sum(1 + len(schedule(baseline.name, arm.name, workload.repeats)) for arm in others)
+    total = _steps(baseline, others, workload)
     done = 0
 
     def step(what: str) -> None:
@@ -335,6 +351,9 @@ def run(
 
     step(f"building {baseline.name}")
     stock = _ArmRun(baseline, model, profile, workload.seed)
+    idle = {arm.name: reason for arm in others if (reason := arm.idle(stock.driver))}
+    others = [arm for arm in others if arm.name not in idle]
+    total = _steps(baseline, others, workload)
     voices = speech()
     tokens = stock.codec_tokens(_write_references(scratch, voices[:1], -1)[0])
     rows: list[Row] = []
@@ -375,7 +394,8 @@ def run(
         workload=workload,
         baseline=baseline.name,
         arms=tuple(reports),
-        summaries=tuple(summarize(rows, [arm.name for arm in arms], baseline.name)),
+        idle=idle,
+        summaries=tuple(summarize(rows, [baseline.name, *(arm.name for arm in others)], baseline.name)),
         rows=tuple(rows),
         seconds=round(time.perf_counter() - started, 1),
     )
