@@ -108,10 +108,11 @@ class Accelerator(ABC):
     ) -> CapturedGraph:
         """Run `fn` eagerly `warmups` times, then record it into a graph with a private memory pool.
 
-        Warm-ups and recording happen on `stream` (a new one where none is given): lazy initialisation and library
-        plans, which may allocate or synchronise, then happen outside the recording. Events order that stream behind
-        the caller's, whose inputs `fn` reads, and the caller's behind the warm-ups, which may have written state that
-        the caller reads next. Neither the device nor the host is synchronised, so other streams do not stall.
+        The warm-ups run on the caller's stream, so that lazy initialisation and library plans, which may allocate or
+        synchronise, are over before the recording, and are ordered with what the caller does next. The recording
+        happens on `stream` (a new one where none is given), on which nothing else should run: a matrix library keeps a
+        workspace per stream, which the graph uses wherever it is replayed. Neither the device nor the host is
+        synchronised, so other streams do not stall.
 
         Raises:
             RuntimeSetupError: this backend has no graphs.
@@ -120,13 +121,15 @@ class Accelerator(ABC):
         if not self.supports_graphs:
             raise RuntimeSetupError(f"{self.device_type} records no graphs")
         device = self.resolve(device)
+        for _ in range(warmups):
+            fn()
         caller = self.current_stream(device)
         side = self.create_stream(device) if stream is None else stream
+        # A recording runs nothing that would have to wait. But the library may queue some work of its own beside it
+        # (the generator's seed), and a sanitizer takes a recorded access for one that happened.
         self._order(device, first=caller, then=side)
         try:
             with self.use_stream(side):
-                for _ in range(warmups):
-                    fn()
                 return self._record_graph(fn, device)
         finally:
             self._order(device, first=side, then=caller)

@@ -5,10 +5,15 @@ CAM++ on one reference is 1151 kernel launches, 44 ms of host time for 4 ms of d
 paid once. The rules below are each a way in which such a cache has gone wrong; each has a test in the simulated
 accelerator's suite and a mutation in `tools/mutations.py`.
 
-Why replays wait for an event: all callers of a shape share the graph's input buffers and its pool. Replicas call from
-different streams, and a host lock only orders the submission: the second replica's copy into the inputs could run
-while the first replica's replay, submitted earlier to a slower stream, has yet to read them. So each use ends by
-recording the slot's event, after the outputs have been cloned, and begins by making its own stream wait for it.
+Why replays wait for an event: all callers share the graphs' buffers. Replicas call from different streams, and a host
+lock only orders the submission: the second replica's copy into a graph's inputs could run while the first replica's
+replay, submitted earlier to a slower stream, has yet to read them. So each use ends by recording the last-use event,
+after the outputs have been cloned, and begins by making its own stream wait for it.
+
+Why one event for all graphs of a cache, and not one each: graphs that were recorded on one stream share more than they
+show. A matrix library has one workspace per stream and bakes its address into every graph recorded there, so two
+graphs of different lengths, replayed at once by two replicas, would write their partial sums over each other. For the
+same reason nothing ever runs on the capture stream: its workspace is first asked for, and so allocated, in a recording.
 """
 
 from __future__ import annotations
@@ -23,28 +28,21 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from omni_speech_accel.runtime.accelerator import Accelerator, CapturedGraph, Device, Event
+from omni_speech_accel.runtime.accelerator import Accelerator, CapturedGraph, Device
 from omni_speech_accel.runtime.counters import Counters, PlainCounters
 
 logger = logging.getLogger(__name__)
 
-# Eager runs before the recording: the first makes lazy state and library plans, the second shows them settled.
-WARMUPS = 2
+# Eager runs before a recording. The cache's first makes the function's lazy state and the library's handles, and a
+# second shows them settled; a later shape only has plans of its own to make, and its first request pays for each run.
+FIRST_WARMUPS = 2
+WARMUPS = 1
 
 Signature = tuple[Hashable, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class _Slot:
-    """Room for one graph: who may submit to it (lock), and when its buffers are free again (last use)."""
-
-    lock: threading.Lock
-    last_use: Event
-
-
 @dataclass(frozen=True)
 class _Entry:
-    slot: _Slot
     graph: CapturedGraph
     inputs: tuple[torch.Tensor, ...]
     # The graph reads the function's weights by address, so it keeps the function, and with it the weights, alive.
@@ -84,10 +82,11 @@ class GraphCache:
         self.counters: Counters = PlainCounters() if counters is None else counters
         self._accelerator = accelerator
         self._device = accelerator.resolve(device)
-        graphs = max_graphs if accelerator.supports_graphs else 0
+        self._max_graphs = max_graphs if accelerator.supports_graphs else 0
         # All made here: made at first use, two threads could each make their own lock and both be "alone".
-        self._free_slots = [_Slot(threading.Lock(), accelerator.create_event(self._device)) for _ in range(graphs)]
-        self._capture_stream = accelerator.create_stream(self._device) if graphs else None
+        self._submitting = threading.Lock()
+        self._last_use = accelerator.create_event(self._device)
+        self._capture_stream = accelerator.create_stream(self._device) if self._max_graphs else None
         # One capture at a time, since captures share the stream. Guards all changes of the tables; reads need no lock.
         self._capturing = threading.Lock()
         self._entries: dict[Signature, _Entry] = {}
@@ -97,6 +96,10 @@ class GraphCache:
     def graphs(self) -> int:
         """Shapes that hold a graph now."""
         return len(self._entries)
+
+    @property
+    def _full(self) -> bool:
+        return len(self._entries) >= self._max_graphs
 
     @property
     def failed_shapes(self) -> int:
@@ -139,12 +142,10 @@ class GraphCache:
     def close(self) -> None:
         """Free all graphs, once the device has finished with them (the host waits); later calls run eager."""
         with self._capturing:
-            self._free_slots.clear()
-            entries = list(self._entries.values())
+            self._max_graphs = 0
+            with self._submitting:
+                self._accelerator.synchronize_event(self._last_use)
             self._entries.clear()
-            for entry in entries:
-                with entry.slot.lock:
-                    self._accelerator.synchronize_event(entry.slot.last_use)
 
     def _signature(self, key: Hashable, inputs: tuple[torch.Tensor, ...]) -> Signature:
         for value in inputs:
@@ -155,7 +156,7 @@ class GraphCache:
         return (key, *((tuple(value.shape), value.dtype) for value in inputs))
 
     def _graphs_allowed(self) -> bool:
-        if not self._entries and not self._free_slots:
+        if not self._max_graphs:
             return False
         # Autocast keeps casted weights that it frees when its context ends, and a graph would go on reading them.
         if torch.is_autocast_enabled(self._device.type):
@@ -167,13 +168,13 @@ class GraphCache:
         self, signature: Signature, fn: Callable[..., Any], inputs: tuple[torch.Tensor, ...]
     ) -> _Captured | None:
         """Capture a shape and answer its first request, or None: it has to run eager (this time or for good)."""
-        if signature in self._failed or not self._free_slots:
+        if signature in self._failed or self._full:
             return None
         # Not blocking: while another shape is captured, this request runs eager and the next one of its shape may try.
         if not self._capturing.acquire(blocking=False):
             return None
         try:
-            if signature in self._entries or signature in self._failed or not self._free_slots:
+            if signature in self._entries or signature in self._failed or self._full:
                 return None  # another thread has just dealt with it
             # Outside the try below: a wrong set-up must reach the operator, and is no fault of this shape.
             self._accelerator.prepare_capture(self._device)
@@ -185,7 +186,6 @@ class GraphCache:
                 reason = f"{type(error).__name__}: {error}"
             else:
                 # Published last: until here the entry has never been seen to work.
-                self._free_slots.remove(entry.slot)
                 self._entries[signature] = entry
                 self._count("captures", started)
                 return _Captured(outputs)
@@ -203,13 +203,16 @@ class GraphCache:
         with torch.inference_mode(False), torch.no_grad():
             statics = tuple(value.detach().clone(memory_format=torch.contiguous_format) for value in inputs)
             graph = self._accelerator.capture(
-                lambda: fn(*statics), self._device, stream=self._capture_stream, warmups=WARMUPS
+                lambda: fn(*statics),
+                self._device,
+                stream=self._capture_stream,
+                warmups=WARMUPS if self._entries else FIRST_WARMUPS,
             )
-        return _Entry(self._free_slots[-1], graph, statics, fn)
+        return _Entry(graph, statics, fn)
 
     def _replay(self, entry: _Entry, inputs: tuple[torch.Tensor, ...]) -> Any:
-        accelerator, last_use = self._accelerator, entry.slot.last_use
-        with entry.slot.lock, torch.no_grad():
+        accelerator, last_use = self._accelerator, self._last_use
+        with self._submitting, torch.no_grad():
             stream = accelerator.current_stream(self._device)
             accelerator.wait_event(stream, last_use)
             try:

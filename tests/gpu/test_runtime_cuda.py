@@ -370,9 +370,13 @@ def test_memory_comes_back_when_the_cache_is_closed(card: torch.device, accelera
     for frames, mel in mels.items():
         cache.run(frames, model, mel)
     assert accelerator.memory_allocated(card) > before
+    held = accelerator.memory_allocated(card)
     cache.close()
     accelerator.synchronize(card)
-    assert accelerator.memory_allocated(card) == before
+    kept = accelerator.memory_allocated(card) - before
+    print(f"\nthree graphs held {(held - before) >> 10} KiB, {kept >> 10} KiB of it stay after close")
+    # The matrix library keeps the capture stream's workspace for good: 32 MiB on Hopper, 8 MiB elsewhere.
+    assert kept <= 33 << 20
 
 
 def test_first_use_of_a_length_costs_the_eager_path_and_its_capture(

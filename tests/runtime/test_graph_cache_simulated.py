@@ -88,11 +88,13 @@ class Pause:
     def __init__(self, device: SimulatedDevice, stream: SimulatedStream, operation: str) -> None:
         self.reached = threading.Event()
         self.resume = threading.Event()
-        self._stream, self._operation = stream, operation
+        self._device, self._stream, self._operation = device, stream, operation
         device.on_submit = self._submitted
 
     def _submitted(self, stream: SimulatedStream, operation: str) -> None:
-        if stream is self._stream and operation == self._operation and not self.reached.is_set():
+        # Not in the warm-ups of a first capture, but in the replay after it.
+        awaited = stream is self._stream and operation == self._operation and self._device.captures_begun
+        if awaited and not self.reached.is_set():
             self.reached.set()
             assert self.resume.wait(10)
 
@@ -213,7 +215,6 @@ def test_other_replica_does_not_see_an_entry_before_its_first_replay(
     device: SimulatedDevice, cache: GraphCache, model: Model, start: Start
 ) -> None:
     pause = Pause(device, device.default_stream, "aten.cumsum.default")
-    # Paused in the first replay: warm-ups run on the cache's own stream.
     capturing = start(lambda: cache.run(FRAMES, model, on_device(features(0))))
     assert pause.reached.wait(10)
     replica = device.create_stream()
@@ -513,6 +514,75 @@ def test_capture_reads_inputs_that_are_still_being_made(
     torch.testing.assert_close(read(state[0] + 0), torch.full((2, FRAMES), 5.0))
 
 
+class WithWorkspace(Model):
+    """Keeps a scratch buffer per stream, asked for at first use: what a matrix library does behind one's back."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._scratch: dict[SimulatedStream, torch.Tensor] = {}
+
+    def __call__(self, mel: torch.Tensor) -> Outputs:
+        stream = self._device.current_stream
+        if stream not in self._scratch:
+            self._scratch[stream] = torch.empty(2, 16, device=DEVICE)
+        scratch = self._scratch[stream][:, : mel.shape[1]]
+        torch.mul(mel, self.weight, out=scratch)
+        hidden = torch.tanh(scratch)
+        return hidden.mean(-1), (hidden + mel).cumsum(-1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_graphs_of_different_lengths_share_a_library_workspace_and_never_overlap(
+    device: SimulatedDevice, cache: GraphCache, seed: int
+) -> None:
+    model = WithWorkspace(device)
+    lengths = (4, 6)
+    mels = [on_device(features(index, lengths[index % 2])) for index in range(6)]
+    device.drain()
+    device.schedule = Schedule(seed)
+    streams = [device.create_stream("replica0"), device.create_stream("replica1")]
+    results = []
+    for index, mel in enumerate(mels):
+        with device.use_stream(streams[index % 2]):
+            # The second length is captured while the first one's replay is still queued.
+            results.append(cache.run(lengths[index % 2], model, mel))
+    for index, outputs in enumerate(results):
+        with device.use_stream(streams[index % 2]):
+            assert_outputs(outputs, features(index, lengths[index % 2]))
+    assert counts(cache) == {"captures": 2, "replays": 4, "eager": 0, "failures": 0}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_eager_run_of_a_library_with_a_workspace_may_overlap_a_replay(
+    device: SimulatedDevice, accelerator: Accelerator, seed: int
+) -> None:
+    cache = GraphCache("speaker", accelerator, DEVICE, max_graphs=1)
+    model = WithWorkspace(device)
+    device.schedule = Schedule(seed)
+    streams = [device.create_stream("replica0"), device.create_stream("replica1")]
+    lengths = (4, 6)
+    results = []
+    for index in range(6):
+        with device.use_stream(streams[index % 2]):
+            results.append(cache.run(lengths[index % 2], model, on_device(features(index, lengths[index % 2]))))
+    for index, outputs in enumerate(results):
+        with device.use_stream(streams[index % 2]):
+            assert_outputs(outputs, features(index, lengths[index % 2]))
+    assert counts(cache) == {"captures": 1, "replays": 2, "eager": 3, "failures": 0}
+
+
+def test_first_request_of_a_later_shape_pays_one_eager_run(
+    device: SimulatedDevice, cache: GraphCache, model: Model
+) -> None:
+    warm(device, cache, model, frames=4)
+    first = model.calls
+    warm(device, cache, model, frames=5)
+    recording = 1
+    assert first == 2 + recording
+    assert model.calls - first == 1 + recording
+
+
 # 6. The eager path touches nothing shared.
 
 
@@ -590,18 +660,22 @@ def test_nothing_is_made_after_construction(
     cache = GraphCache("speaker", accelerator, DEVICE, max_graphs=2)
     attributes = set(vars(cache))
     counters, created, streams = cache.counters, device.events_created, len(device.streams)
-    assert created >= 2, "one event per slot"
+    assert created == 1, "the last-use event"
 
-    def no_lock() -> None:
-        raise AssertionError("a lock made lazily is two locks for two threads")
+    make_lock, locks = threading.Lock, []
 
-    monkeypatch.setattr(graph_cache_module.threading, "Lock", no_lock)
+    def counted_lock() -> object:
+        locks.append(make_lock())
+        return locks[-1]
+
+    monkeypatch.setattr(graph_cache_module.threading, "Lock", counted_lock)
     warm(device, cache, model)
-    ordering = 2  # the capture's own, before and after the capture stream
+    ordering = 2  # the capture's own, around the capture stream
     assert device.events_created == created + ordering
     cache.run(FRAMES, model, on_device(features(1)))
     assert device.events_created == created + ordering
     assert len(device.streams) == streams
+    assert not locks, "a lock made lazily is two locks for two threads"
     assert set(vars(cache)) == attributes
     assert cache.counters is counters
 
