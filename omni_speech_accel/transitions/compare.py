@@ -217,7 +217,7 @@ def _judge_pcm(nearest: Distance, noise: Distance | None, per_second: float) -> 
     where = f"{describe(nearest)}, from {(nearest.first or 0) / per_second:.3f} s on"
     if noise is None:
         return Verdict(Status.FAIL, Fault.PCM, where, nearest)
-    if noise.length or nearest.max_lsb <= NOISE_MARGIN * noise.max_lsb:
+    if nearest.max_lsb <= NOISE_MARGIN * noise.max_lsb:
         message = f"the baseline's own runs are apart by {describe(noise)}; the candidate: {where}"
         return Verdict(Status.INCONCLUSIVE, Fault.NOISE, message, nearest, noise)
     return Verdict(Status.FAIL, Fault.PCM, f"{where} (the baseline's own runs: {describe(noise)})", nearest, noise)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from omni_speech_accel.transitions.check import Report, StreamResult, TransitionResult
 from omni_speech_accel.transitions.client import StreamRecord
-from omni_speech_accel.transitions.compare import DEFAULT_SAMPLE_RATE, Distance, Fault, Status, describe
+from omni_speech_accel.transitions.compare import DEFAULT_SAMPLE_RATE, Distance, Fault, Status
 
 _COLOURS = {Status.OK: "green", Status.FAIL: "red", Status.INCONCLUSIVE: "yellow"}
 
@@ -54,7 +54,7 @@ def print_report(report: Report, console: Console) -> None:
     ours, theirs = report.servers["candidate"], report.servers["baseline"]
     recorded = " (recorded)" if "recorded" in theirs else ""
     table = Table(title=f"transitions: {escape(ours['url'])} against {escape(theirs['url'])}{recorded}")
-    for heading in ("transition", "streams", "at once", "audio s", "baseline noise", "candidate", "result"):
+    for heading in ("transition", "ok", "at once", "audio s", "noise", "distance", "result"):
         table.add_column(heading, justify="left" if heading in ("transition", "result") else "right")
     for result in report.transitions:
         good = sum(stream.verdict.status is Status.OK for stream in result.streams)
@@ -180,7 +180,9 @@ def _worst(distances: Iterable[Distance | None]) -> Distance | None:
 def _short(distance: Distance | None) -> str:
     if distance is None:
         return "-"
-    return "equal" if distance.max_lsb == 0 and distance.length == 0 else describe(distance)
+    if distance.max_lsb == 0:
+        return f"{distance.length:+d} samples" if distance.length else "equal"
+    return f"{distance.max_lsb} LSB, {distance.snr_db:.0f} dB"
 
 
 def _distance(distance: Distance | None) -> dict[str, Any] | None:

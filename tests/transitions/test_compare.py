@@ -259,6 +259,12 @@ def test_a_baseline_whose_length_varies_is_reported_not_the_candidate():
     assert judge(record(pcm[:500]), *runs).fault is Fault.TRUNCATED
 
 
+def test_a_baseline_whose_length_alone_varies_excuses_no_other_samples():
+    pcm = speech(1)
+    runs = [[record(pcm)], [record(pcm[:2000])]]
+    assert judge(record(speech(2)), *runs).fault is Fault.PCM
+
+
 def test_the_noise_floor_is_the_worst_of_all_pairs_and_none_with_one_run():
     pcm = speech(1)
     runs = [[record(pcm)], [record(pcm + 1)], [record(pcm - 4)]]

@@ -5,7 +5,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from omni_speech_accel.transitions.wire import BodyError, RawBody, SseBody, WavStripper, body_reader
@@ -26,6 +26,7 @@ def read(body, reads: list[bytes]) -> tuple[bytes, bool]:
     return audio + rest, complete
 
 
+@example([b"ab", b"cd"], list(range(1000)), True)  # byte by byte: a line end split in two
 @given(pieces_of_audio, st.lists(st.integers(0, 10_000), max_size=8), st.booleans())
 def test_sse_audio_is_whole_wherever_the_reads_fall(pieces, cuts, carriage_returns):
     data = b": a comment\n\n" + b"".join(delta(piece) for piece in pieces) + DONE
