@@ -193,7 +193,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             leaf for leaf in pytree.tree_leaves(func(*kernel_args, **kernel_kwargs)) if isinstance(leaf, torch.Tensor)
         ]
         for target, result in zip(targets, results, strict=True):
-            target.copy_(result)
+            # Statistics that only training reads are empty on the host: they stay poison.
+            if result.numel() or not target.numel():
+                target.copy_(result)
 
     device.submit(str(func), compute)
     return outputs
