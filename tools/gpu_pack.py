@@ -84,6 +84,23 @@ SHARED = (
     "xgrammar==0.2.8",
 )
 
+# What this package and its tests need; an image may have them, in versions of its own.
+OURS = (
+    "click==8.5.1",
+    "iniconfig==2.3.1",
+    "markdown-it-py==4.3.0",
+    "mdurl==0.1.2",
+    "pluggy==1.7.0",
+    "prometheus-client==0.26.0",
+    "pygments==2.21.0",
+    "pytest==9.2.0",
+    "rich==15.0.0",
+    "shellingham==1.5.4",
+    "typer==0.29.2",
+    "wrapt==2.5.2",
+    "annotated-doc==0.0.7",
+)
+
 PYTHON = "3.12"
 # pip takes one exact manylinux level per flag; these are the ones the packages above are published under.
 PLATFORMS = (
@@ -230,7 +247,7 @@ def _host_members(version: str, engine: str, site: Path | None, cache: Path) -> 
 
 
 def _shared_requirements(stack: dict[str, str]) -> list[str]:
-    return sorted([*SHARED, *(f"{name}=={stack[name]}" for name in FROM_STACK)], key=str.lower)
+    return sorted([*SHARED, *OURS, *(f"{name}=={stack[name]}" for name in FROM_STACK)], key=str.lower)
 
 
 def _shared_members(requirements: Iterable[str], cache: Path) -> list[Member]:
