@@ -4,6 +4,8 @@ PYTHON ?= python3
 MAIN   := 0.32.0rc1
 COMPAT := 0.30.0
 
+# Packages are installed without bytecode: whoever imports one first has to be allowed to write it.
+unexport PYTHONDONTWRITEBYTECODE
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/.cache/hypothesis
 export OSA_TEST_CHECKPOINT := $(CURDIR)/.cache/test-checkpoints
 

@@ -109,6 +109,8 @@ def main() -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     out: Path = arguments.out.absolute()
+    # Imported packages keep their bytecode; without it each process of the server compiles the host again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not arguments.inside:
         return enter_environment(default_version(), ["--out", str(out)])
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))

@@ -122,7 +122,7 @@ class SpeechServer:
     ) -> dict[str, str]:
         environment = dict(os.environ)
         # What a developer has set must not decide what a test sees.
-        for name in ("VLLM_PLUGINS", "OMNI_SPEECH_ACCEL", SEED_VARIABLE):
+        for name in ("VLLM_PLUGINS", "OMNI_SPEECH_ACCEL", SEED_VARIABLE, "PYTHONDONTWRITEBYTECODE"):
             environment.pop(name, None)
         environment.update(
             # By default the worker is bound to all cores but one, on a machine with two: to one.
