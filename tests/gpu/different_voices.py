@@ -51,7 +51,10 @@ def cold_setups(driver: Code2WavDriver, items: Sequence[Any]) -> list[Any]:
         driver.backend._setup_cache.clear()
         for bucket in driver.model._iter_decode_batches([[item] for item in items]):
             features = driver.backend.prepare_prompt(bucket[0].prompt_cache_id, bucket[0].prompt_wav)
-            states += driver.backend.setup_batch(features, len(bucket))
+            if bucket[0].previous is None:
+                states += driver.backend.setup_batch(features, len(bucket))
+            else:  # joined buckets come with their states
+                states += [item.previous.token2wav for item in bucket]
         cold_reference_batch.forget(driver.session)
     return states
 
