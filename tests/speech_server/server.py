@@ -172,9 +172,11 @@ class SpeechServer:
         # The guard's pipe is ours alone: it ends the server should this process be killed.
         serve = [self._vllm, "serve", self.model_dir, "--omni", "--deploy-config", self.deploy_yaml]
         listen = ["--host", "127.0.0.1", "--port", self.port]
+        # The host's own limit for a stage is 300 s, which a busy machine with two cores can need.
+        patience = [f"--stage-init-timeout={self.startup_seconds:.0f}", f"--init-timeout={self.startup_seconds:.0f}"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(part) for part in (sys.executable, GUARD, *serve, *listen)],
+                [str(part) for part in (sys.executable, GUARD, *serve, *listen, *patience)],
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
