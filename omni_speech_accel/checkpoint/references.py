@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-# Recordings by voice, inside the installed packages. The two Mandarin sentences are one speaker's, 4 s each.
+# Recordings by voice, inside the installed packages. The two Mandarin sentences are one speaker's, 4 s each, and soft
+# (peak 0.07), hence their gains below.
 _SOURCES: dict[str, tuple[tuple[str, str], ...]] = {
     "female": (("vllm_omni", "model_executor/models/step_audio2/assets/default_female.wav"),),
     "male": (("vllm_omni", "model_executor/models/step_audio2/assets/default_male.wav"),),
@@ -40,25 +41,25 @@ class _Cut:
 _SIX_SECONDS = (
     _Cut("female", 0.0),
     _Cut("male", 0.0),
-    _Cut("mandarin", 0.0),
+    _Cut("mandarin", 0.0, gain=5.0),
     _Cut("female", 3.0, gain=0.7),
     _Cut("male", 1.6, gain=0.6),
-    _Cut("mandarin", 2.2, gain=0.8),
+    _Cut("mandarin", 2.2, gain=4.0),
     _Cut("female", 1.0, speed=1.12, gain=0.9),
     _Cut("male", 0.4, speed=0.9),
-    _Cut("mandarin", 0.5, speed=1.15, gain=0.9),
+    _Cut("mandarin", 0.5, speed=1.15, gain=6.0),
     _Cut("female", 2.0, speed=0.88),
     _Cut("male", 0.2, speed=1.18, gain=0.8),
-    _Cut("mandarin", 1.0, speed=0.86, gain=0.9),
+    _Cut("mandarin", 1.0, speed=0.86, gain=4.5),
 )
 
 _VARIED = (
     _Cut("female", 0.5, 1.0),
     _Cut("male", 1.0, 1.7),
-    _Cut("mandarin", 0.3, 2.5),
+    _Cut("mandarin", 0.3, 2.5, gain=5.0),
     _Cut("female", 2.0, 3.3),
     _Cut("male", 0.7, 4.2),
-    _Cut("mandarin", 1.2, 5.1),
+    _Cut("mandarin", 1.2, 5.1, gain=5.0),
     _Cut("male", 0.0, 7.5),
     _Cut("female", 0.0, 9.0),
 )

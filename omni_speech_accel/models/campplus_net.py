@@ -3,9 +3,9 @@
 
 The network of "CAM++: A Fast and Efficient Network for Speaker Verification Using Context-Aware Masking"
 (Wang et al., 2023): a residual 2-D convolution head (FCM), three densely connected TDNN blocks whose every layer is
-gated by a context-aware mask (CAM), statistics pooling, one linear layer. On an accelerator it is bound by the number of
-its kernels and by those too narrow to fill the device, hence this layout (as a graph on an H200 4.2 ms, against 5.0 for
-the modules as published):
+gated by a context-aware mask (CAM), statistics pooling, one linear layer. On an accelerator it is bound by the number
+of its kernels and by those too narrow to fill the device, hence this layout (as a graph on an H200 4.2 ms, against 5.0
+for the modules as published):
 
 * A dense block is one buffer that each layer writes its 32 channels into, instead of 52 concatenations of a growing
   tensor. Its frames are padded to whole mask segments, so that a segment is an axis: pooling is one sum, and a mask is
