@@ -159,3 +159,26 @@ def test_mending_twice_changes_nothing_more(tool: ModuleType, tmp_path: Path) ->
 def test_committed_lock_holds_the_verified_versions(tool: ModuleType, version: str) -> None:
     path = REPO / "tools" / "locks" / f"{version}.txt"
     tool.check_lock(STACKS[version], tool.read_lock(path), path)
+
+
+@pytest.mark.parametrize(
+    ("cpu_build_is_there", "installed"),
+    [(True, [["--no-deps", "torch==2.0+cpu"]]), (False, [["--no-deps", "torch==2.0+cpu"], ["torch==2.0"]])],
+)
+def test_plain_torch_with_its_dependencies_stands_in_for_a_missing_cpu_build(
+    tool: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_build_is_there: bool,
+    installed: list[list[str]],
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(environment: Any, *command: Any, **options: Any) -> bool:
+        words = [str(word) for word in command]
+        asked.append(words[words.index("--no-compile") + 1 :])
+        return cpu_build_is_there or "+" not in words[-1]
+
+    monkeypatch.setattr(tool.Environment, "run", run)
+    tool.Environment("1.0", tmp_path / "env").install_torch("2.0+cpu")
+    assert asked == installed
