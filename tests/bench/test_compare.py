@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from omni_speech_accel.bench import compare as module
 from omni_speech_accel.bench.compare import EXACT, Tolerance, compare
 
 
@@ -73,3 +74,26 @@ def test_minus_infinity_in_the_same_places_is_equal() -> None:
     stock = torch.tensor([float("-inf"), 1.0])
     assert compare("logits", stock, stock.clone()).ok
     assert not compare("logits", stock, torch.tensor([1.0, float("-inf")]), Tolerance(1e9)).ok
+
+
+def test_equal_infinities_do_not_hide_another_difference() -> None:
+    stock = torch.tensor([float("-inf"), 3.0, 4.0])
+    ours = torch.tensor([float("-inf"), 3.0, 4.5])
+    assert not compare("logits", stock, ours).ok
+    assert compare("logits", stock, ours, Tolerance(1.0)).relative == pytest.approx(0.1)
+
+
+def test_a_large_tensor_is_compared_in_pieces_that_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stock = torch.randn(1000, generator=generator)
+    ours = stock + 1e-3 * torch.randn(1000, generator=generator)
+    whole = compare("x", stock, ours, Tolerance(1.0))
+    monkeypatch.setattr(module, "_PIECE", 7)
+    pieces = compare("x", stock, ours, Tolerance(1.0))
+    assert (pieces.differing, pieces.max_abs) == (whole.differing, whole.max_abs)
+    assert pieces.relative == pytest.approx(whole.relative, rel=1e-12)
+    assert pieces.cosine == pytest.approx(whole.cosine, rel=1e-12)
+    ours[999] = float("nan")
+    assert "not finite" in compare("x", stock, ours, Tolerance(1e9)).problem
+    ours[999], ours[0] = stock[999], float("inf")
+    assert "not finite" in compare("x", stock, ours, Tolerance(1e9)).problem
