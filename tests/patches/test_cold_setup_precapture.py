@@ -30,7 +30,8 @@ def on_cuda(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_stage(block: Any, **graphs: Any) -> Any:
     made = tiny.make_stage(block)
-    made.graphs = tiny.simulate_whole_solve_graphs(made, **{"micro_batch_size": 4, "offset_bucket_frames": 50, **graphs})
+    options = {"micro_batch_size": 4, "offset_bucket_frames": 50, **graphs}
+    made.graphs = tiny.simulate_whole_solve_graphs(made, **options)
     return made
 
 
