@@ -95,6 +95,16 @@ def _vllm_config(model: Path, profile: StageProfile, block: Any) -> Any:
     )
 
 
+def _drop_unread_buffers(core: Any) -> None:
+    """Free the flow's own chunk caches: 2.1 GiB a stage, which neither prompt features nor `BatchedToken2Wav` read.
+
+    0.32.0rc1 does so itself where `cfm_drop_upstream_att_buffer` is set; 0.30.0 cannot, and two of its stages would not
+    fit the memory of a small machine.
+    """
+    for module in core.flow.modules():
+        module._buffers.pop("att_cache_buffer", None)
+
+
 @dataclass(frozen=True)
 class Payload:
     """One chunk of one stream, as the talker's connector hands it on.
@@ -170,6 +180,8 @@ class Code2WavDriver:
         self.profile = profile
         self.model: Any = MiniCPMO45Code2Wav(vllm_config=_vllm_config(model, profile, block))
         self.model.load_weights(())
+        if self.device.type == "cpu":
+            _drop_unread_buffers(self.core)
         self._given: dict[str, Reference | None] = {}
 
     @property
@@ -307,6 +319,7 @@ class PromptDriver:
         attach(self.core, self.session)
         # Loads now, with the session in place, since that is when items put their parts in.
         self.core._ensure_models_loaded()
+        _drop_unread_buffers(self.core)
 
     @property
     def device(self) -> torch.device:

@@ -24,8 +24,6 @@ _CPU_EXTRA: Mapping[str, Any] = {
     "codec_left_context_frames": 3,
     "ref_audio_max_seconds": 2.0,
     "token2wav_n_timesteps": 2,
-    # 2.1 GiB per stage of buffers that this stage never reads; 0.30.0 has no such key and ignores it.
-    "cfm_drop_upstream_att_buffer": True,
 }
 
 
