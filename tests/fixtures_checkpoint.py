@@ -10,13 +10,18 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 import omni_speech_accel.checkpoint
 from omni_speech_accel.checkpoint import read_checkpoint_info, write_checkpoint
+
+# Seconds without use after which a directory of another state of the code (0.7 GB) is removed.
+_KEPT = 24 * 3600
 
 
 def _cache_folder() -> Path:
@@ -42,6 +47,10 @@ def small_checkpoint() -> Path:
     directory = folder / f"small-{_code_digest()}"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for other in folder.glob("small-*"):
+            if other != directory and time.time() - other.stat().st_mtime > _KEPT:
+                shutil.rmtree(other, ignore_errors=True)
         if read_checkpoint_info(directory) is None:
             write_checkpoint(directory, size="small")
+        os.utime(directory)
     return directory

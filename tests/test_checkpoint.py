@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import wave
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,9 +95,10 @@ class TestThroughTheStockHost:
                 assert bool((value != 0).any()), name
 
     def test_minicpmo_finds_its_default_reference(self, small_checkpoint: Path) -> None:
-        from vllm_omni.model_executor.models.minicpmo_4_5.minicpmo_4_5_code2wav import default_prompt_wav
+        from vllm_omni.model_executor.models.minicpmo_4_5.minicpmo_4_5_code2wav import MiniCPMO45Code2Wav
 
-        found = Path(default_prompt_wav(str(small_checkpoint)))
+        stage = SimpleNamespace(model_path=str(small_checkpoint), _prompt_wav_override=None)
+        found = Path(MiniCPMO45Code2Wav._default_prompt_wav.fget(stage))
         assert found.read_bytes() == host_speech()[0].read_bytes()
 
 
