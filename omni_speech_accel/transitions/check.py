@@ -44,7 +44,8 @@ class TransitionsConfig:
     baseline_runs: int = 2
     repeat: int = 1
     attempts: int = 2
-    on_progress: Callable[[str], None] = lambda text: None
+    on_start: Callable[[Transition], None] = lambda transition: None
+    on_result: Callable[[TransitionResult], None] = lambda result: None
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,11 @@ async def _run(config: TransitionsConfig) -> Report:
             baseline = await _Player.connect(client, config.baseline, config)
         results = []
         for transition in config.plan:
-            config.on_progress(transition.name)
+            config.on_start(transition)
             baselines = await baseline.runs(transition, config.baseline_runs)
             candidates = await candidate.runs(transition, config.repeat)
             results.append(_judge(config, transition, baselines, candidates))
+            config.on_result(results[-1])
     servers = {"baseline": baseline.server, "candidate": candidate.server}
     return Report(config, tuple(results), servers, _environment(started))
 
@@ -148,7 +150,7 @@ async def _record(config: TransitionsConfig) -> tuple[Recording, list[str]]:
     async with connect(config.request) as client:
         player = await _Player.connect(client, config.baseline, config)
         for transition in config.plan:
-            config.on_progress(transition.name)
+            config.on_start(transition)
             runs[transition.name] = recorded = await player.runs(transition, config.baseline_runs)
             for records in recorded:
                 wrong += [f"{transition.name}: not exercised: {text}" for text in missing(transition, records)]

@@ -189,6 +189,12 @@ def transitions(
     except (InputsError, PlanError, RecordingError) as error:
         raise _usage(str(error)) from error
     notes = Console(stderr=True)
+
+    def tell(result: check.TransitionResult) -> None:
+        # A run can take an hour; what is known already should not wait for its end, or be lost with it.
+        for line in report.problems_of(result) or [f"{result.transition.name}: ok"]:
+            notes.print(line, markup=False, highlight=False, soft_wrap=True)
+
     config = check.TransitionsConfig(
         baseline=source,
         candidate=candidate or "",
@@ -198,7 +204,8 @@ def transitions(
         baseline_runs=baseline_runs,
         repeat=repeat,
         attempts=attempts,
-        on_progress=lambda name: notes.print(f"running {name}", highlight=False),
+        on_start=lambda transition: notes.print(f"{transition.name} ...", highlight=False),
+        on_result=tell,
     )
     try:
         if record is not None:

@@ -77,15 +77,18 @@ def print_report(report: Report, console: Console) -> None:
 
 def problems(report: Report) -> list[str]:
     """Every stream that is not ok and every transition that was not seen to happen, one line each."""
+    return [line for result in report.transitions for line in problems_of(result)]
+
+
+def problems_of(result: TransitionResult) -> list[str]:
+    """What is wrong with one transition, one line each; empty if nothing is."""
     lines = []
-    for result in report.transitions:
-        for stream in result.streams:
-            if stream.verdict.status is not Status.OK:
-                run = f" (run {stream.run + 1})" if report.config.repeat > 1 else ""
-                where = f"{result.transition.name}, stream {stream.spec.index} ({stream.spec.role}){run}"
-                lines.append(f"{where}: {stream.verdict.fault.value}: {stream.verdict.message}")
-        lines += [f"{result.transition.name}: not exercised: {text}" for text in result.not_exercised]
-    return lines
+    for stream in result.streams:
+        if stream.verdict.status is not Status.OK:
+            run = f" (run {stream.run + 1})" if stream.run else ""
+            where = f"{result.transition.name}, stream {stream.spec.index} ({stream.spec.role}){run}"
+            lines.append(f"{where}: {stream.verdict.fault.value}: {stream.verdict.message}")
+    return lines + [f"{result.transition.name}: not exercised: {text}" for text in result.not_exercised]
 
 
 def summary(report: Report) -> str:

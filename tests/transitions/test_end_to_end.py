@@ -344,6 +344,18 @@ def test_a_damaged_recording_is_refused(tmp_path, upstream):
     assert (code, "not a whole recording" in stderr) == (2, True)
 
 
+def test_each_result_is_told_as_soon_as_it_is_known(upstream):
+    with serve(FaultProxy(upstream, "cut", seeds_of("padded-3", 1))) as candidate:
+        _, _, stderr = invoke(
+            "--baseline", upstream, "--candidate", candidate, "--concurrency", "3", "--only", "padded,solo,recovery",
+            "--attempts", "1",
+        )  # fmt: skip
+    told = [line for line in stderr.splitlines() if line]
+    assert [line.split(":")[0] for line in told] == [
+        "solo ...", "solo", "padded-3 ...", "padded-3, stream 1 (long)", "padded-3", "recovery ...", "recovery",
+    ]  # fmt: skip
+
+
 def test_an_unreachable_server_is_exit_2_and_names_the_url(upstream):
     code, _, stderr = invoke("--baseline", upstream, "--candidate", "http://127.0.0.1:9", "--only", "solo")
     assert code == 2
