@@ -161,8 +161,8 @@ PATCHES: tuple[Patch, ...] = (
             Hook(_ENSURE_LOADED, "ensure_models_loaded"),
             Hook(_core("enable_trt_spk_embedding"), "enable_trt_spk_embedding", optional=True),
             Hook(_core("enable_device_spk_embedding"), "enable_device_spk_embedding", optional=True),
+            Hook(_SPEAKER, "forward_spk_embedding"),
         ),
-        needs=(_SPEAKER,),
     ),
     Patch(
         key="speaker_graph",

@@ -17,7 +17,12 @@ from typing import Any
 from omni_speech_accel.patches.prompt_features import loads_now
 from omni_speech_accel.session import StageSession
 
-__all__ = ["enable_device_spk_embedding", "enable_trt_spk_embedding", "ensure_models_loaded"]
+__all__ = [
+    "enable_device_spk_embedding",
+    "enable_trt_spk_embedding",
+    "ensure_models_loaded",
+    "forward_spk_embedding",
+]
 
 KEY = "speaker_device"
 
@@ -61,6 +66,15 @@ def ensure_models_loaded(
     model = _load(session, core)
     if model is not None:
         core._spk_model = model
+
+
+def forward_spk_embedding(
+    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Count the embeddings that our model makes; stock's method calls it. Where ``speaker_graph`` replays, it counts."""
+    if _is_ours(core.spk_model):
+        session.counters(KEY).inc("calls")
+    return wrapped(*args, **kwargs)
 
 
 def enable_trt_spk_embedding(

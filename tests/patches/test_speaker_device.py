@@ -43,6 +43,14 @@ def test_the_other_prompt_features_are_untouched(core: Any, stock_core: Any, wav
         assert torch.equal(on[index], stock[index])
 
 
+def test_each_embedding_of_our_model_is_counted(quick_core: Any) -> None:
+    session = session_for(only(KEY))
+    core = quick_core(session)
+    core._forward_spk_embedding(torch.randn(60, 80))
+    core._forward_spk_embedding(torch.randn(60, 80))
+    assert session.snapshot() == {KEY: {"calls": 2}}
+
+
 def test_a_core_without_the_item_keeps_onnxruntime(quick_core: Any) -> None:
     off = quick_core(session_for(only()))
     assert isinstance(off.spk_model, onnxruntime.InferenceSession)

@@ -228,6 +228,8 @@ def test_wavs_with_the_items_on_are_within_tolerance_of_stock(runs: Runs) -> Non
     stock, on = runs.up("absent").wavs, runs.up("on").wavs
     distances = {name: furthest(stock[name], on[name]) for name in stock}
     assert max(distances.values()) <= TOLERANCE_LSB, distances
+    # The items were really at work: an unchanged server would be within any tolerance.
+    assert {"sync_free_prompt", "speaker_device"} <= runs.up("on").called
     assert on["again"].data == on["first"].data
 
 
