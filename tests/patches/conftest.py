@@ -32,14 +32,20 @@ def only(*keys: str) -> dict[str, bool]:
     return {patch.key: patch.key in keys for patch in PATCHES}
 
 
+@pytest.fixture(autouse=True)
+def _plugin_on_where_a_core_is_used(request: pytest.FixtureRequest) -> None:
+    """Other tests of this process take the plugin off; a core's methods are wrapped only while it is on."""
+    if {"core_factory", "quick_core", "stock_core"} & set(request.fixturenames):
+        plugin.register()
+
+
 @pytest.fixture(scope="session")
 def core_factory(small_checkpoint: Path) -> Iterator[CoreFactory]:
     """Builds the host's ``StepAudio2Token2WavCore`` on CPU under a session; loading is part of it."""
     from vllm_omni.model_executor.models.step_audio2.step_audio2_token2wav import StepAudio2Token2WavCore
 
-    plugin.register()
-
     def build(session: StageSession | None = None) -> Any:
+        plugin.register()
         with use_session(session):
             core = StepAudio2Token2WavCore(str(small_checkpoint / "assets" / "token2wav"), device="cpu", n_timesteps=2)
         core._ensure_models_loaded()
@@ -68,6 +74,7 @@ def quick_core(stock_core: Any) -> CoreFactory:
     from omni_speech_accel.models.campplus import load_campplus
 
     def build(session: StageSession) -> Any:
+        plugin.register()
         with use_session(session):
             core = type(stock_core)(stock_core.model_path, device="cpu", n_timesteps=2)
         core._audio_tokenizer = copy.deepcopy(stock_core._audio_tokenizer)

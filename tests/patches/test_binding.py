@@ -19,6 +19,12 @@ from omni_speech_accel.session import StageSession, attach, session_of
 from omni_speech_accel.settings import resolve
 
 
+@pytest.fixture(autouse=True)
+def _unregistered() -> None:
+    """Whatever ran before in this process, each test starts from the stock host."""
+    plugin.unregister()
+
+
 def core_class() -> Any:
     from vllm_omni.model_executor.models.step_audio2.step_audio2_token2wav import StepAudio2Token2WavCore
 
