@@ -298,7 +298,7 @@ BenchOut = Annotated[
 ]
 Streams = Annotated[int | None, typer.Option(min=1, help="Streams at once. Default: 8, on CPU 2.", show_default=False)]
 Repeats = Annotated[
-    int | None, typer.Option(min=1, help="Measured passes per arm. Default: 5, on CPU 2.", show_default=False)
+    int | None, typer.Option(min=1, help="Measured passes per arm. Default: 5, on CPU 3.", show_default=False)
 ]
 Chunks = Annotated[
     int | None,

@@ -78,7 +78,7 @@ def run_verify(
 
 
 # Streams, chunks and measured passes that a run can afford: the CPU's two cores take a second per stream and chunk.
-_CPU = Workload(streams=2, chunks=3, repeats=2)
+_CPU = Workload(streams=2, chunks=3, repeats=3)
 _ACCELERATOR = Workload(streams=8, chunks=5, repeats=5)
 
 

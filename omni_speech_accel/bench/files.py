@@ -55,10 +55,12 @@ def write_plot(path: Path, report: BenchReport) -> bool:
             whiskers = [[row.median_ms - row.min_ms], [row.max_ms - row.median_ms]]
             colour = "#888888" if name == report.baseline else "#2a7f62"
             axis.barh(position, row.median_ms, xerr=whiskers, color=colour, height=0.62, capsize=3)
+            if name != report.baseline:
+                axis.vlines(row.baseline_ms, position - 0.42, position + 0.42, color="#888888", linestyles="dashed")
             ratio = "" if row.speedup is None or name == report.baseline else f"  {row.speedup:.2f}x"
             axis.text(row.max_ms, position, f"  {row.median_ms:.1f} ms{ratio}", va="center", fontsize=8)
         axis.set_title(_TITLES[phase], fontsize=10)
-        axis.set_xlabel("ms, median with min and max")
+        axis.set_xlabel(f"ms, median with min and max\ndashed: {report.baseline} in the same passes", fontsize=8)
         axis.margins(x=0.35)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_yticks(range(len(arms)), arms)

@@ -12,7 +12,7 @@ same voice as several rows of stock's own batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel.bench.checks import Check, block_of
@@ -27,11 +27,17 @@ if TYPE_CHECKING:
 
 __all__ = ["check_streams", "scenario"]
 
-ROWS = 4
+ROWS = 3
 # Rounding of a float32 sum in another order, where the host's own batches are bit-stable.
 FLOOR = 1e-5
-# Different voices meet other magnitudes than the one that the spread was measured on.
+# What the vocoder makes of that rounding. It decides by a threshold whether a frame is voiced, so its output jumps:
+# stock's own batches differ by 7e-7 in most voices and by 3e-5 in some, on a CPU.
+VOCODER_FLOOR = 1e-4
+_VOCODER_OUTPUTS = frozenset({"audio", "speech", "source"})
+# The item's batches are of other sizes than the one that the spread was measured with.
 SPREAD_FACTOR = 4.0
+# Chunks of the longest stream.
+CHUNKS = 3
 
 Step = list[Payload]
 
@@ -49,10 +55,10 @@ def scenario(profile: StageProfile, references: Sequence[Reference]) -> list[Ste
     first, second, third = references[:3]
     size = profile.chunk_frames
     plans = (
-        (0, stream_payloads("first", _codes(3 * size, 1), profile, first)),
+        (0, stream_payloads("first", _codes(CHUNKS * size, 1), profile, first)),
         (0, stream_payloads("second", _codes(2 * size + size // 2, 2), profile, second)),
         (0, stream_payloads("first again", _codes(2 * size, 3), profile, first)),
-        (0, stream_payloads("default voice", _codes(3 * size, 4), profile)),
+        (0, stream_payloads("default voice", _codes(CHUNKS * size, 4), profile)),
         (1, stream_payloads("late", _codes(2 * size, 5), profile, third)),
     )
     steps: list[Step] = [[] for _ in range(max(start + len(payloads) for start, payloads in plans))]
@@ -86,39 +92,51 @@ def _solve_together(driver: Code2WavDriver) -> Any:
     backend.setup_batch = setup_batch
 
 
-def _spread(driver: Code2WavDriver, profile: StageProfile, reference: Reference) -> dict[str, float]:
-    """Largest relative difference, by name, between one row alone and the same row in stock's own batch."""
+def _spread(
+    driver: Code2WavDriver, profile: StageProfile, voices: Sequence[Reference | None], chunks: int
+) -> dict[str, float]:
+    """Largest relative difference, by name, between a row alone and the same row in stock's own batch.
+
+    Every voice is asked, over as many chunks as the streams have: rounding grows from chunk to chunk, and the vocoder's
+    phase makes more of it in one voice than in another.
+    """
     from omni_speech_accel.bench.noise import RowIndependentNoise
 
     worst: dict[str, float] = {}
-    codes = _codes(2 * profile.chunk_frames, 1)
-    alone = stream_payloads("alone", codes, profile, reference)
-    rows = [stream_payloads(f"row {row}", codes, profile, reference) for row in range(ROWS)]
 
     def note(name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
         worst[name] = max(worst.get(name, 0.0), compare(name, expected, found).relative)
 
     with RowIndependentNoise():
-        for index, payload in enumerate(alone):
-            (audio,) = driver.step([payload])
-            driver.backend._setup_cache.clear()
-            _solve_together(driver)
-            try:
-                found = driver.step([row[index] for row in rows])
-            finally:
-                del driver.backend.setup_batch
-            driver.backend._setup_cache.clear()
-            expected = dict(_state(driver, payload.stream))
-            for row, other in zip(rows, found, strict=True):
-                note("audio", audio, other)
-                for name, value in _state(driver, row[index].stream):
-                    note(name, expected[name], value)
-    driver.finish([payload[0].stream for payload in (alone, *rows)])
+        for number, voice in enumerate(voices):
+            codes = _codes(chunks * profile.chunk_frames, number + 1)
+            alone = stream_payloads("alone", codes, profile, voice)
+            rows = [stream_payloads(f"row {row}", codes, profile, voice) for row in range(ROWS)]
+            for index, payload in enumerate(alone):
+                (audio,) = driver.step([payload])
+                driver.backend._setup_cache.clear()
+                _solve_together(driver)
+                try:
+                    found = driver.step([row[index] for row in rows])
+                finally:
+                    del driver.backend.setup_batch
+                driver.backend._setup_cache.clear()
+                expected = dict(_state(driver, payload.stream))
+                for row, other in zip(rows, found, strict=True):
+                    note("audio", audio, other)
+                    for name, value in _state(driver, row[index].stream):
+                        note(name, expected[name], value)
+            driver.finish([payload[0].stream for payload in (alone, *rows)])
     return worst
 
 
+def _tolerance(name: str, spread: Mapping[str, float]) -> Tolerance:
+    floor = VOCODER_FLOOR if name in _VOCODER_OUTPUTS else FLOOR
+    return Tolerance(max(floor, SPREAD_FACTOR * spread.get(name, 0.0)))
+
+
 def _compare_step(
-    step: Step, stock: Code2WavDriver, ours: Code2WavDriver, tolerances: dict[str, Tolerance]
+    step: Step, stock: Code2WavDriver, ours: Code2WavDriver, spread: Mapping[str, float]
 ) -> Iterator[Difference]:
     expected, found = stock.step(step), ours.step(step)
     running = [payload.stream for payload in step if not payload.last]
@@ -126,10 +144,10 @@ def _compare_step(
         driver.check_references(running)
     for payload, first, second in zip(step, expected, found, strict=True):
         label = f"{payload.stream}, chunk {payload.sequence}"
-        yield compare(f"{label}: audio", first, second, tolerances.get("audio", Tolerance(FLOOR)))
+        yield compare(f"{label}: audio", first, second, _tolerance("audio", spread))
         state = dict(_state(stock, payload.stream))
         for name, value in _state(ours, payload.stream):
-            yield compare(f"{label}: {name}", state[name], value, tolerances.get(name, Tolerance(FLOOR)))
+            yield compare(f"{label}: {name}", state[name], value, _tolerance(name, spread))
 
 
 def check_streams(bench: Workbench, item: str, check: Check) -> Outcome:
@@ -140,8 +158,7 @@ def check_streams(bench: Workbench, item: str, check: Check) -> Outcome:
     bench.progress("stock: building the stage")
     stock: Code2WavDriver = bench.once("stock stage", lambda: Code2WavDriver(bench.model, bench.profile))
     bench.progress("stock: spread over batch sizes")
-    spread: dict[str, float] = bench.once("spread", lambda: _spread(stock, bench.profile, references[0]))
-    tolerances = {name: Tolerance(max(FLOOR, SPREAD_FACTOR * value)) for name, value in spread.items()}
+    spread: dict[str, float] = bench.once("spread", lambda: _spread(stock, bench.profile, (*references, None), CHUNKS))
     bench.progress(f"{item}: building the stage")
     ours = Code2WavDriver(bench.model, bench.profile, block=block_of(*check.beside, item))
     differences: list[Difference] = []
@@ -151,13 +168,16 @@ def check_streams(bench: Workbench, item: str, check: Check) -> Outcome:
         with RowIndependentNoise():
             for number, step in enumerate(steps):
                 bench.progress(f"{item}: step {number + 1} of {len(steps)}")
-                differences += _compare_step(step, stock, ours, tolerances)
+                differences += _compare_step(step, stock, ours, spread)
         refused, native = refusal(ours.session, item)
         idle = check.idle(ours)
         counters = ours.session.snapshot().get(item, {})
     finally:
         stock.finish(streams)
         ours.close()
-    widest = max(spread.values(), default=0.0)
-    note = f"tolerance: {SPREAD_FACTOR:g} times stock's own spread over batch sizes ({widest:.2g}), at least {FLOOR:g}"
+    widest, name = max(((value, name) for name, value in spread.items()), default=(0.0, "nothing"))
+    note = (
+        f"tolerance: {SPREAD_FACTOR:g} times stock's own spread over batch sizes (widest: {name}, {widest:.2g}), "
+        f"at least {FLOOR:g}, for the vocoder's output {VOCODER_FLOOR:g}"
+    )
     return Outcome(tuple(differences), refused, native, acted(counters, check.acted), idle, counters, (note,))
