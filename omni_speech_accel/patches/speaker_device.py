@@ -71,7 +71,7 @@ def ensure_models_loaded(
 def forward_spk_embedding(
     session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Count the embeddings that our model makes; stock's method calls it. Where ``speaker_graph`` replays, it counts."""
+    """Count the embeddings that stock's method has our model make. Where ``speaker_graph`` replays, that one counts."""
     if _is_ours(core.spk_model):
         session.counters(KEY).inc("calls")
     return wrapped(*args, **kwargs)
