@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from omni_speech_accel.bench.runner import BenchReport
+    from omni_speech_accel.bench.runner import ArmReport, BenchReport
     from omni_speech_accel.bench.verify import ItemResult, VerifyReport
     from omni_speech_accel.status import Status
 
@@ -124,6 +124,10 @@ _PHASES = {
 }
 
 
+def _items_on(arm: ArmReport) -> str:
+    return "no block" if arm.block is None else ", ".join(arm.on) or "none"
+
+
 def print_bench(report: BenchReport, console: Console | None = None) -> None:
     """One table per phase: milliseconds and the ratio to the baseline of the same run."""
     console = console or Console()
@@ -166,11 +170,12 @@ def print_bench(report: BenchReport, console: Console | None = None) -> None:
     table.add_column("audio s", justify="right")
     table.add_column(f"of {report.baseline}", justify="right")
     table.add_column("audio s per s", justify="right")
+    table.add_column("items on", overflow="fold")
     table.add_column("not applied", overflow="fold")
     for arm in report.arms:
         ratio = "" if arm.audio_ratio is None else f"{arm.audio_ratio:.4f}"
         refused = "; ".join(f"{item}: {reason}" for item, reason in arm.not_applied.items())
-        table.add_row(arm.name, f"{arm.audio_seconds:.1f}", ratio, f"{arm.realtime:.2f}", refused)
+        table.add_row(arm.name, f"{arm.audio_seconds:.1f}", ratio, f"{arm.realtime:.2f}", _items_on(arm), refused)
     console.print(table)
     for name, reason in report.idle.items():
         console.print(f"{name}: left out: {reason}", style="dim", highlight=False)

@@ -8,7 +8,7 @@ for prompt features. Only what the engine would hand to the stage is made here.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,6 @@ __all__ = [
     "Code2WavDriver",
     "Payload",
     "PromptDriver",
-    "describe_block",
     "ready_platform",
     "stream_payloads",
     "talker_session",
@@ -356,13 +355,3 @@ def talker_session(model: Path, block: Any) -> StageSession:
     from omni_speech_accel.patches.stage import open_session
 
     return open_session(_vllm_config(model, StageProfile("talker"), block), Talker.__new__(Talker))
-
-
-def describe_block(block: Mapping[str, Any] | bool | None) -> str:
-    """A block in a few words, for tables."""
-    if block is None:
-        return "stock (no block)"
-    if isinstance(block, bool):
-        return f"{BLOCK}: {str(block).lower()}"
-    on = [key for key, value in block.items() if value is not False]
-    return ", ".join(on) or "all off"

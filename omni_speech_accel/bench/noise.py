@@ -32,6 +32,7 @@ class RowIndependentNoise(TorchFunctionMode):
             return torch.full_like(args[0], self.VALUE)
         if func in _DRAWS:
             options = {name: value for name, value in kwargs.items() if name in ("dtype", "device")}
-            shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+            sizes = args or (kwargs["size"],)
+            shape = sizes if isinstance(sizes[0], int) else sizes[0]
             return torch.full(tuple(shape), self.VALUE, **options)
         return func(*args, **kwargs)

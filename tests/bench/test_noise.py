@@ -7,7 +7,12 @@ from omni_speech_accel.bench.noise import RowIndependentNoise
 
 
 def draw(rows: int) -> torch.Tensor:
-    source = torch.rand(rows, 9) + torch.rand((rows, 9)) + torch.rand(rows, 9, device="cpu", dtype=torch.float32)
+    source = (
+        torch.rand(rows, 9)
+        + torch.rand((rows, 9))
+        + torch.rand(size=(rows, 9))
+        + torch.rand(rows, 9, device="cpu", dtype=torch.float32)
+    )
     return source + torch.randn_like(source) + torch.rand_like(source)
 
 

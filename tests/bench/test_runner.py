@@ -138,7 +138,8 @@ def test_table_shows_every_arm_of_every_phase(made: Run, capsys: pytest.CaptureF
 
     print_bench(made[0], Console(width=160))
     shown = capsys.readouterr().out
-    assert shown.count("sync_free_prompt") == 4
+    assert shown.count("sync_free_prompt") == 5
+    assert "no block" in shown
     assert shown.count("stock ms") == 4
 
 
