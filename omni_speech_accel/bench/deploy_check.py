@@ -26,8 +26,10 @@ def check_full_graph(bench: Workbench, item: str, check: Check) -> Outcome:
     off = judged_overlay(profile, {item: False})
     if on.graphs is None or off.graphs is None:
         return Outcome(refused=on.error or "the host did not judge the deploy")
+    if on.refusal:
+        return Outcome(refused=f"the host refuses to start its own deploy: {on.refusal}", host_native=True)
     if not on.graphs.applied:
-        return Outcome(refused=on.refusal or on.graphs.reason)
+        return Outcome(refused=on.graphs.reason)
     return Outcome(
         (
             _expect("item on: graph mode", on.graphs.mode_after == MODE, f"is {on.graphs.mode_after}, not {MODE}"),

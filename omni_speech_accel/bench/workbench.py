@@ -24,7 +24,7 @@ class Outcome:
     Args:
         differences: Every comparison with stock.
         refused: Why the item took itself out of the stage while loading, else ``""``.
-        host_native: It did so because the host does its work itself.
+        host_native: The host is the reason: it does the work itself, or refuses the deploy.
         acted: The item's code ran on this input.
         idle: Why the item has nothing to do under this stage's execution policy, else ``""``.
         counters: The item's counters in the stage.
