@@ -60,8 +60,8 @@ def print_status(status: Status, console: Console | None = None) -> None:
         rows += [("block", place) for place in status.deploy.blocks]
     _facts(console, rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("item", "state", "fit", "why not / what it does"):
-        table.add_column(title, overflow="fold")
+    for number, title in enumerate(("item", "state", "fit", "why not / what it does")):
+        table.add_column(title, no_wrap=not number, overflow="fold")
     for item in status.items:
         fit = "" if item.state == "not applied" else "verified" if item.verified else "by capability"
         table.add_row(item.key, _styled(item.state), fit, item.reason or item.summary)
@@ -100,8 +100,8 @@ def print_verify(report: VerifyReport, console: Console | None = None) -> None:
         ],
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("item", "result", "seconds", "against stock"):
-        table.add_column(title, overflow="fold")
+    for number, title in enumerate(("item", "result", "seconds", "against stock")):
+        table.add_column(title, no_wrap=not number, overflow="fold")
     for result in report.results:
         table.add_row(result.item, _styled(result.status), f"{result.seconds:.1f}", _detail(result))
     console.print()
@@ -125,7 +125,7 @@ _PHASES = {
 
 
 def _items_on(arm: ArmReport) -> str:
-    return "no block" if arm.block is None else ", ".join(arm.on) or "none"
+    return "no block" if arm.block is None else "\n".join(arm.on) or "none"
 
 
 def print_bench(report: BenchReport, console: Console | None = None) -> None:
@@ -150,7 +150,7 @@ def print_bench(report: BenchReport, console: Console | None = None) -> None:
         if not rows:
             continue
         table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
-        table.add_column("arm", overflow="fold")
+        table.add_column("arm", no_wrap=True)
         for name in ("median ms", "min", "max", f"{report.baseline} ms", "faster", "calls"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in rows:
@@ -166,17 +166,18 @@ def print_bench(report: BenchReport, console: Console | None = None) -> None:
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("arm", overflow="fold")
-    table.add_column("audio s", justify="right")
-    table.add_column(f"of {report.baseline}", justify="right")
-    table.add_column("audio s per s", justify="right")
-    table.add_column("items on", overflow="fold")
-    table.add_column("not applied", overflow="fold")
+    table.add_column("arm", no_wrap=True)
+    for name in ("audio s", f"of {report.baseline}", "audio s per s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("items on", no_wrap=True)
+    refused: dict[str, str] = {}
     for arm in report.arms:
         ratio = "" if arm.audio_ratio is None else f"{arm.audio_ratio:.4f}"
-        refused = "; ".join(f"{item}: {reason}" for item, reason in arm.not_applied.items())
-        table.add_row(arm.name, f"{arm.audio_seconds:.1f}", ratio, f"{arm.realtime:.2f}", _items_on(arm), refused)
+        refused |= arm.not_applied
+        table.add_row(arm.name, f"{arm.audio_seconds:.1f}", ratio, f"{arm.realtime:.2f}", _items_on(arm))
     console.print(table)
+    for name, reason in refused.items():
+        console.print(f"{name}: not applied: {reason}", style="dim", highlight=False)
     for name, reason in report.idle.items():
         console.print(f"{name}: left out: {reason}", style="dim", highlight=False)
     if not report.comparable:

@@ -136,7 +136,7 @@ def test_without_matplotlib_everything_but_the_plot_is_written(
 def test_table_shows_every_arm_of_every_phase(made: Run, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    print_bench(made[0], Console(width=160))
+    print_bench(made[0], Console(width=80))
     shown = capsys.readouterr().out
     assert shown.count("sync_free_prompt") == 5
     assert "no block" in shown
