@@ -34,7 +34,8 @@ FLOOR = 1e-5
 # stock's own batches differ by 7e-7 in most voices and by 3e-5 in some, on a CPU.
 VOCODER_FLOOR = 1e-4
 _VOCODER_OUTPUTS = frozenset({"audio", "speech", "source"})
-# The item's batches are of other sizes than the one that the spread was measured with.
+# The item's batches are of other sizes than the one that the spread was measured with. All that a network makes is
+# rounded by the same sums, and one tensor of a few rows can be equal by luck: the spread is each network's widest.
 SPREAD_FACTOR = 4.0
 # Chunks of the longest stream.
 CHUNKS = 3
@@ -131,8 +132,9 @@ def _spread(
 
 
 def _tolerance(name: str, spread: Mapping[str, float]) -> Tolerance:
-    floor = VOCODER_FLOOR if name in _VOCODER_OUTPUTS else FLOOR
-    return Tolerance(max(floor, SPREAD_FACTOR * spread.get(name, 0.0)))
+    vocoder = name in _VOCODER_OUTPUTS
+    widest = max((value for other, value in spread.items() if (other in _VOCODER_OUTPUTS) == vocoder), default=0.0)
+    return Tolerance(max(VOCODER_FLOOR if vocoder else FLOOR, SPREAD_FACTOR * widest))
 
 
 def _compare_step(
@@ -175,9 +177,8 @@ def check_streams(bench: Workbench, item: str, check: Check) -> Outcome:
     finally:
         stock.finish(streams)
         ours.close()
-    widest, name = max(((value, name) for name, value in spread.items()), default=(0.0, "nothing"))
     note = (
-        f"tolerance: {SPREAD_FACTOR:g} times stock's own spread over batch sizes (widest: {name}, {widest:.2g}), "
-        f"at least {FLOOR:g}, for the vocoder's output {VOCODER_FLOOR:g}"
+        f"tolerance: {SPREAD_FACTOR:g} times stock's own widest spread over batch sizes, here "
+        f"{_tolerance('mel', spread)} for the flow's states and {_tolerance('audio', spread)} for the vocoder's output"
     )
     return Outcome(tuple(differences), refused, native, acted(counters, check.acted), idle, counters, (note,))

@@ -40,9 +40,10 @@ def test_streams_say_different_things() -> None:
     assert len({payload.codes for payload in steps[0]}) == len(steps[0])
 
 
-def test_tolerance_is_stocks_own_spread_where_that_is_wider_than_rounding() -> None:
-    spread = {"estimator_att_cache": 3e-5, "mel": 1e-7, "audio": 1e-6}
-    assert stream_check._tolerance("estimator_att_cache", spread).relative == stream_check.SPREAD_FACTOR * 3e-5
-    assert stream_check._tolerance("mel", spread).relative == stream_check.FLOOR
+def test_tolerance_is_each_networks_widest_spread_where_that_is_wider_than_rounding() -> None:
+    spread = {"estimator_att_cache": 3e-5, "estimator_cnn_cache": 0.0, "mel": 1e-7, "audio": 1e-6}
+    for name in ("estimator_att_cache", "estimator_cnn_cache", "mel", "never measured"):
+        assert stream_check._tolerance(name, spread).relative == stream_check.SPREAD_FACTOR * 3e-5
     assert stream_check._tolerance("audio", spread).relative == stream_check.VOCODER_FLOOR
-    assert stream_check._tolerance("never measured", spread).relative == stream_check.FLOOR
+    assert stream_check._tolerance("mel", {"audio": 1.0}).relative == stream_check.FLOOR
+    assert stream_check._tolerance("speech", {"audio": 1.0}).relative == stream_check.SPREAD_FACTOR
