@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -166,6 +167,24 @@ def _errors_reported(as_json: bool) -> Iterator[None]:
         raise _fail(str(error), as_json) from error
 
 
+@contextlib.contextmanager
+def _stops_early() -> Iterator[None]:
+    """Let SIGTERM, which ``timeout`` and a cancelled job send, end a run as Ctrl-C does: what is done is reported."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: the process's owner decides
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _names(value: str | None) -> list[str]:
     return [name.strip() for name in (value or "").split(",") if name.strip()]
 
@@ -269,7 +288,7 @@ def verify(
 
         omni-speech-accel verify --model /models/MiniCPM-o-4_5 --items sync_free_prompt,speaker_device --json
     """
-    with _errors_reported(as_json), _stdout_kept_clean() as console:
+    with _errors_reported(as_json), _stops_early(), _stdout_kept_clean() as console:
         from omni_speech_accel.bench.command import run_verify
 
         report = run_verify(
@@ -320,7 +339,7 @@ def _report_bench(report: BenchReport, files: list[str], out: Path | None, as_js
         print_bench(report)
         if out is not None:
             typer.echo(f"\n{out}: {', '.join(files)}")
-    raise typer.Exit(OK if report.comparable else FAILED)
+    raise typer.Exit(OK if report.ok else FAILED)
 
 
 @app.command()
@@ -355,7 +374,7 @@ def bench(
         omni-speech-accel bench --model /models/MiniCPM-o-4_5 --items cold_reference_batch --streams 8 --out results
     """
     names = _names(items)
-    with _errors_reported(as_json), _stdout_kept_clean() as console:
+    with _errors_reported(as_json), _stops_early(), _stdout_kept_clean() as console:
         from omni_speech_accel.bench.command import run_bench
         from omni_speech_accel.bench.runner import item_arms
         from omni_speech_accel.bench.verify import select_items
@@ -425,7 +444,7 @@ def ab(
 
         omni-speech-accel ab --a '{s3_graph: {max_graphs: 2}}' --b '{s3_graph: {max_graphs: 8}}' --out results
     """
-    with _errors_reported(as_json), _stdout_kept_clean() as console:
+    with _errors_reported(as_json), _stops_early(), _stdout_kept_clean() as console:
         from omni_speech_accel.bench.command import run_bench
         from omni_speech_accel.bench.runner import Arm
 

@@ -180,5 +180,7 @@ def print_bench(report: BenchReport, console: Console | None = None) -> None:
         console.print(f"{name}: not applied: {reason}", style="dim", highlight=False)
     for name, reason in report.idle.items():
         console.print(f"{name}: left out: {reason}", style="dim", highlight=False)
+    if report.unmeasured:
+        console.print(f"\nStopped before these were measured: {', '.join(report.unmeasured)}", style="bold red")
     if not report.comparable:
         console.print("\nThe arms made different amounts of audio: their times are not comparable.", style="bold red")

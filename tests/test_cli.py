@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -226,6 +227,21 @@ def test_verify_exit_code_and_name_of_the_failed_item(
     found = json.loads(invoke("verify", "--json").stdout)
     assert found["failed"] == (["speaker_device"] if code else [])
     assert json.loads((tmp_path / "verify.json").read_text())["results"][0]["differences"] == []
+
+
+def test_sigterm_ends_a_run_as_an_interrupt_does_and_is_the_callers_own_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run_verify(console: object, **options: Any) -> VerifyReport:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        return report(PASSED, BROKEN)
+
+    monkeypatch.setattr(command, "run_verify", run_verify)
+    assert invoke("verify").exit_code == 1
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_verify_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

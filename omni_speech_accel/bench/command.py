@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ def run_verify(
     ):
 
         def finished(result: ItemResult) -> None:
-            console.print(f"{result.item}: {result.status}", highlight=False)
+            console.print(f"{result.item}: {result.status} ({result.seconds:.0f} s)", highlight=False)
 
         bench = Workbench(
             directory,
@@ -129,8 +130,13 @@ def run_bench(
     ):
         task = bar.add_task("bench", total=None)
 
+        started = time.monotonic()
+
         def progress(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
+            # A log has no bar; a line per arm tells it where the minutes went.
+            if not console.is_terminal and what.startswith("building "):
+                console.print(f"{time.monotonic() - started:5.0f} s  {what} ({done} of {total})", highlight=False)
 
         profile = stage_profile(platform, extra)
         report, waveforms = run(arms, directory, profile, workload, platform, Path(scratch), progress=progress)

@@ -91,7 +91,8 @@ class ArmReport:
 class BenchReport:
     """One run. ``rows`` are every timed call, warm-ups included; the rest is made from them.
 
-    ``idle``: arms that were left out, since their item has nothing to do in this stage, and why.
+    ``idle``: arms that were left out, since their item has nothing to do in this stage, and why. ``unmeasured``: arms
+    that were still to come, or half done, when the run was stopped; it has no row of theirs.
     """
 
     version: str
@@ -110,11 +111,17 @@ class BenchReport:
     baseline: str
     arms: tuple[ArmReport, ...]
     idle: Mapping[str, str]
+    unmeasured: tuple[str, ...]
     summaries: tuple[Summary, ...]
     rows: tuple[Row, ...]
     seconds: float
     python: str = field(default_factory=python_platform.python_version)
     schema: str = SCHEMA
+
+    @property
+    def ok(self) -> bool:
+        """Whether every arm was measured and the ratios mean something."""
+        return self.comparable and not self.unmeasured
 
     @property
     def comparable(self) -> bool:
@@ -336,6 +343,7 @@ def run(
 
     Raises:
         ReferenceMixup: A stream used another reference than the one that it was given.
+        KeyboardInterrupt: The run was stopped before one arm was done; later, what is done is reported.
     """
     import torch
 
@@ -360,7 +368,9 @@ def run(
     reports: list[ArmReport] = []
     waveforms: Waveforms = {}
     first = 0
-    for arm in others:
+
+    def measure(arm: Arm) -> None:
+        nonlocal first
         step(f"building {arm.name}")
         candidate = _ArmRun(arm, model, profile, workload.seed)
         runs = {baseline.name: stock, arm.name: candidate}
@@ -370,11 +380,22 @@ def run(
             if work is None or work.number != turn.number:
                 work = _plan(workload, profile, turn.number, tokens, voices, scratch)
                 first = turn.number + 1
-            rows += runs[turn.arm].features(turn, work.paths)
+            rows.extend(runs[turn.arm].features(turn, work.paths))
             timed, waveforms[turn.arm] = runs[turn.arm].streams(turn, work, workload.seed + turn.number)
-            rows += timed
+            rows.extend(timed)
         reports.append(candidate.report(rows, baseline.name))
         candidate.driver.close()
+
+    try:
+        for arm in others:
+            measure(arm)
+    except KeyboardInterrupt:
+        if not reports:
+            raise
+    measured, left = others[: len(reports)], tuple(arm.name for arm in others[len(reports) :])
+    rows = [row for row in rows if row.pair not in left]
+    for name in left:
+        waveforms.pop(name, None)
     reports.insert(0, stock.report(rows, baseline.name))
     stock.driver.close()
     info = host.host_info()
@@ -395,7 +416,8 @@ def run(
         baseline=baseline.name,
         arms=tuple(reports),
         idle=idle,
-        summaries=tuple(summarize(rows, [baseline.name, *(arm.name for arm in others)], baseline.name)),
+        unmeasured=left,
+        summaries=tuple(summarize(rows, [baseline.name, *(arm.name for arm in measured)], baseline.name)),
         rows=tuple(rows),
         seconds=round(time.perf_counter() - started, 1),
     )

@@ -191,10 +191,15 @@ def verify(
         finished: Called with each verdict as it comes.
     """
     started = time.perf_counter()
-    results = []
-    for patch in patches:
-        results.append(_run(bench, patch, CHECKS[patch.key], asked))
-        finished(results[-1])
+    results: list[ItemResult] = []
+    try:
+        for patch in patches:
+            results.append(_run(bench, patch, CHECKS[patch.key], asked))
+            finished(results[-1])
+    except KeyboardInterrupt:
+        # What has been shown is worth its minutes, and what has not is no success.
+        for patch in patches[len(results) :]:
+            results.append(ItemResult(patch.key, FAILED, "stopped before it was checked", patch.parity, asked))
     return VerifyReport(
         version=__version__,
         host=str(host.host_info()),

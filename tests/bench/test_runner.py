@@ -75,6 +75,7 @@ def test_arms_made_the_same_audio_and_the_item_acted_in_its_arm_alone(made: Run)
     stock, item = report.arms
     assert item.audio_ratio == 1.0
     assert report.comparable
+    assert report.ok
     assert (stock.on, item.on) == ((), ("sync_free_prompt",))
     assert item.counters["sync_free_prompt"]["calls"] > 0
     assert stock.counters == {}
@@ -131,6 +132,39 @@ def test_without_matplotlib_everything_but_the_plot_is_written(
     assert files.PLOT_HINT in names
     assert not (tmp_path / "bench.png").exists()
     assert (tmp_path / "bench.csv").exists()
+
+
+def test_a_run_that_is_stopped_reports_the_arms_that_were_done(
+    platform: str, profile: StageProfile, small_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in the second item's first pass, as `timeout` sends it through SIGTERM."""
+    from rich.console import Console
+
+    second = replace(ITEM, name="second")
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what.startswith("second: warm-up pass of second"):
+            raise KeyboardInterrupt
+
+    report, waveforms = run(
+        [Arm(STOCK), ITEM, second], small_checkpoint, profile, WORK, platform, tmp_path, progress=progress
+    )
+    assert (report.unmeasured, report.ok, report.comparable) == (("second",), False, True)
+    assert [arm.name for arm in report.arms] == [STOCK, ITEM.name] == list(waveforms)
+    assert {row.pair for row in report.rows} == {ITEM.name}
+    print_bench(report, Console(width=80))
+    assert "Stopped before these were measured: second" in capsys.readouterr().out
+
+
+def test_a_run_that_is_stopped_before_one_arm_is_done_has_nothing_to_report(
+    platform: str, profile: StageProfile, small_checkpoint: Path, tmp_path: Path
+) -> None:
+    def progress(what: str, done: int, total: int) -> None:
+        if what.startswith(f"building {ITEM.name}"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([Arm(STOCK), ITEM], small_checkpoint, profile, WORK, platform, tmp_path, progress=progress)
 
 
 def test_table_shows_every_arm_of_every_phase(made: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,23 @@ def test_what_cannot_be_shown_here_is_not_passed_and_fails_only_where_it_was_nam
     assert not verdict(monkeypatch, outcome, asked=True).ok
 
 
+def test_what_was_not_reached_when_the_run_was_stopped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(bench: Workbench, item: str) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        verify,
+        "CHECKS",
+        {"stop_index_cache": Check(lambda bench, item: Outcome((GOOD,))), "sync_free_prompt": Check(stopped)},
+    )
+    monkeypatch.setattr(host, "fit", lambda patch: host.Fit(True))
+    patches = [patch_for(key) for key in ("stop_index_cache", "sync_free_prompt")]
+    report = verify.verify(Workbench(Path("unused"), "cpu", StageProfile("test")), patches, asked=False)
+    assert [result.status for result in report.results] == ["passed", "failed"]
+    assert report.results[1].reason == "stopped before it was checked"
+    assert (report.ok, report.failed) == (False, ("sync_free_prompt",))
+
+
 def test_an_item_for_another_device_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Workbench(Path("unused"), "cpu", StageProfile("test"))
     for asked in (False, True):
