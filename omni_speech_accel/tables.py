@@ -52,9 +52,12 @@ def print_status(status: Status, console: Console | None = None) -> None:
         ("host", f"vllm-omni {status.host or 'not installed'}" + (f" ({engines})" if engines else "")),
         ("", status.stack),
         ("platform", f"{status.platform.name} ({status.platform.source})"),
-        ("VLLM_PLUGINS", f"{status.plugin.filter or 'unset: every plugin loads'}; to filter, use:"),
-        ("", status.plugin.recommended),
+        ("VLLM_PLUGINS", f"{status.plugin.filter or 'unset: every plugin loads'}; a filter that keeps all:"),
     ]
+    _facts(console, rows)
+    # Not folded: it is there to be copied.
+    console.print(f"VLLM_PLUGINS={status.plugin.recommended}", soft_wrap=True, highlight=False)
+    rows = []
     if status.deploy is not None:
         rows += [("deploy", status.deploy.path), ("", f"pipeline {status.deploy.pipeline or 'not named'}")]
         rows += [("block", place) for place in status.deploy.blocks]
