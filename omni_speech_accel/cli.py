@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from enum import Enum
@@ -163,7 +164,7 @@ def _errors_reported(as_json: bool) -> Iterator[None]:
 
     try:
         yield
-    except (BenchError, SettingsError, FileNotFoundError) as error:
+    except (BenchError, SettingsError, OSError) as error:
         raise _fail(str(error), as_json) from error
 
 
@@ -194,9 +195,8 @@ def _extras(pairs: list[str] | None) -> dict[str, Any]:
 
     Raises:
         BenchError: A pair has no ``=``.
+        SettingsError: A value is no YAML.
     """
-    import yaml
-
     from omni_speech_accel.bench.errors import BenchError
 
     found = {}
@@ -204,8 +204,32 @@ def _extras(pairs: list[str] | None) -> dict[str, Any]:
         key, separator, value = pair.partition("=")
         if not separator or not key:
             raise BenchError(f"--extra takes KEY=VALUE, not {pair!r}")
-        found[key] = yaml.safe_load(value)
+        found[key] = _yaml(value, f"--extra {key}")
     return found
+
+
+def _yaml(text: str, option: str) -> Any:
+    """An option's value.
+
+    Raises:
+        SettingsError: It is no YAML.
+    """
+    import yaml
+
+    from omni_speech_accel.settings import SettingsError
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{option}: no valid YAML: {error}") from error
+
+
+def _results(out: Path | None) -> None:
+    """Make the results' folder now: a run of minutes must not end in a place that cannot be written."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
 
 
 @app.command()
@@ -291,6 +315,7 @@ def verify(
     with _errors_reported(as_json), _stops_early(), _stdout_kept_clean() as console:
         from omni_speech_accel.bench.command import run_verify
 
+        _results(out)
         report = run_verify(
             console,
             model=model,
@@ -301,7 +326,6 @@ def verify(
             extra=_extras(extra),
         )
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
             (out / "verify.json").write_text(report.as_json(every_comparison=True) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(report.as_json())
@@ -380,6 +404,7 @@ def bench(
         from omni_speech_accel.bench.verify import select_items
 
         select_items(names)
+        _results(out)
         report, files = run_bench(
             console,
             lambda platform: item_arms(names, platform),
@@ -402,17 +427,15 @@ def _block(text: str, option: str) -> Any:
     Raises:
         SettingsError: It is no YAML, or no valid block.
     """
-    import yaml
-
     from omni_speech_accel.settings import SettingsError, parse_block
 
     if text.strip() == "stock":
         return None
     try:
         source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
-        block = yaml.safe_load(source)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{option}: {error}") from error
+    block = _yaml(source, option)
     parse_block(block, option)
     return block
 
@@ -449,6 +472,7 @@ def ab(
         from omni_speech_accel.bench.runner import Arm
 
         arms = [Arm("A", _block(a, "--a")), Arm("B", _block(b, "--b"))]
+        _results(out)
         report, files = run_bench(
             console,
             lambda platform: arms,
@@ -471,8 +495,6 @@ def _chosen(on: list[str], off: list[str], options: list[str]) -> dict[str, Any]
     Raises:
         SettingsError: An item is on and off at once, or an option is not ITEM.KEY=VALUE.
     """
-    import yaml
-
     from omni_speech_accel.settings import SettingsError
 
     both = sorted(set(on) & set(off))
@@ -487,7 +509,7 @@ def _chosen(on: list[str], off: list[str], options: list[str]) -> dict[str, Any]
         if chosen.get(item) is False:
             raise SettingsError(f"{item} is off, so --option {option} would do nothing")
         known = chosen.get(item)
-        chosen[item] = {**(known if isinstance(known, dict) else {}), key: yaml.safe_load(value)}
+        chosen[item] = {**(known if isinstance(known, dict) else {}), key: _yaml(value, f"--option {path}")}
     return chosen
 
 
@@ -568,14 +590,21 @@ def config(
 
 
 def _base_path(base: str) -> str:
-    """``base`` as the overlay names it: the host's own file by its full path, any other as it was given."""
+    """``base`` as the overlay names it: the host's own file by its full path, any other as it was given.
+
+    Raises:
+        SettingsError: There is no such file, neither here nor, for a bare name, among the host's.
+    """
     from omni_speech_accel import host
+    from omni_speech_accel.settings import SettingsError
 
     location = host.host_info().location
     if location is not None and Path(base).name == base and not Path(base).is_file():
         stock = location / "deploy" / base
         if stock.is_file():
             return str(stock)
+    if not Path(base).is_file() and (location is not None or Path(base).name != base):
+        raise SettingsError(f"{base} does not exist" + (f", here or in {location / 'deploy'}" if location else ""))
     return base
 
 

@@ -95,7 +95,7 @@ def read_chain(path: Path, load: Loader, stock_folder: Path) -> tuple[DeployFile
 
     Raises:
         FileNotFoundError: A file of the chain is missing; the message names who asked for it.
-        ValueError: The chain runs in a circle.
+        SettingsError: The chain runs in a circle.
     """
     files: list[DeployFile] = []
     seen: set[Path] = set()
@@ -108,7 +108,7 @@ def read_chain(path: Path, load: Loader, stock_folder: Path) -> tuple[DeployFile
             hint = f"; the host has one at {beside}: name it by that path" if asked_by and beside.is_file() else ""
             raise FileNotFoundError(f"{asked_by}{path} does not exist{hint}")
         if real in seen:
-            raise ValueError(f"{asked_by}{path} closes a circle of {_BASE} files")
+            raise SettingsError(f"{asked_by}{path} closes a circle of {_BASE} files")
         seen.add(real)
         content = load(path) or {}
         files.append(DeployFile(str(path), content, real.is_relative_to(stock_root)))

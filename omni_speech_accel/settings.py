@@ -2,7 +2,8 @@
 """The deploy-YAML block ``omni_speech_accel`` -> validated settings.
 
 A stage reads up to two blocks: ``connectors.*.extra`` and
-``stages[].additional_config``; the second overrides the first, item by item.
+``stages[].additional_config``; the second overrides the first, item by item
+(:func:`resolve`).
 No block: every item is off. A block that is wrong in any way raises
 :class:`SettingsError` at start-up; it never falls back silently.
 """
@@ -180,6 +181,9 @@ def parse_block(value: Any, place: str = BLOCK) -> dict[str, ItemOptions]:
 def resolve(*layers: tuple[str, Any]) -> Settings:
     """Merge blocks, later ones overriding earlier ones item by item, into :class:`Settings`.
 
+    A mapping overrides the items that it names; over ``false`` all others stay off. ``true`` and ``false`` override
+    every item.
+
     Args:
         layers: ``(place, block)`` pairs. A block may be a bool or a mapping.
 
@@ -192,5 +196,8 @@ def resolve(*layers: tuple[str, Any]) -> Settings:
     for place, block in layers:
         parse_block(block, place)
         block = _word(block)
+        if isinstance(block, Mapping) and merged is False:
+            # Everything was off: what this layer does not name stays off.
+            merged = dict.fromkeys(_known(), False)
         merged = {**merged, **block} if isinstance(block, Mapping) and isinstance(merged, Mapping) else block
     return Settings(present=True, items=parse_block(merged, layers[-1][0]))

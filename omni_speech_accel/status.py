@@ -180,7 +180,8 @@ def plugin_status() -> PluginStatus:
     names = sorted({point.name for point in points} | {PLUGIN})
     installed = any(point.name == PLUGIN and point.group == ENGINE_GROUP for point in points)
     raw = os.environ.get(FILTER)
-    allowed = None if raw is None else {name.strip() for name in raw.split(",")}
+    # As vLLM reads it: a name with a space beside it is another name.
+    allowed = None if raw is None else set(raw.split(","))
     dropped = () if allowed is None else tuple(name for name in names if name not in allowed)
     return PluginStatus(
         installed=installed,
@@ -234,9 +235,10 @@ def _environment_notes(platform: str, plugin: PluginStatus, graphs_asked: bool) 
             "pip install omni-speech-accel into this environment.",
         )
     elif not plugin.loaded:
+        spaces = " (vLLM takes the spaces for parts of the names)" if " " in (plugin.filter or "") else ""
         yield Note(
             "error",
-            f"{FILTER}={plugin.filter} leaves this package out; unset it or use {FILTER}={plugin.recommended}",
+            f"{FILTER}={plugin.filter} leaves this package out{spaces}; unset it or use {FILTER}={plugin.recommended}",
         )
     others = [name for name in plugin.dropped if name != PLUGIN]
     if others:

@@ -9,7 +9,8 @@ whose item changes the deploy, and for any deploy where the caller wants it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,10 @@ import yaml
 
 from omni_speech_accel import host
 from omni_speech_accel.deploy import Block, DeployFile, check_blocks, read_chain
+from omni_speech_accel.deploy_stages import merged, stage_ids, stage_layers, unreached
 from omni_speech_accel.overlays import PROFILES
-from omni_speech_accel.settings import ItemOptions, SettingsError, parse_block
+from omni_speech_accel.patches import PATCHES, Patch
+from omni_speech_accel.settings import BLOCK, ItemOptions, SettingsError, resolve
 
 if TYPE_CHECKING:
     from omni_speech_accel.patches.deploy_config import DeployReport
@@ -64,9 +67,7 @@ class DeployView:
     @property
     def family(self) -> str | None:
         """The model family that the table's ``stages`` texts speak of, where the pipeline is one that it knows."""
-        return next(
-            (profile.family for profile in PROFILES if self.pipeline and profile.base == f"{self.pipeline}.yaml"), None
-        )
+        return _family(self.pipeline)
 
     @property
     def refusal(self) -> str:
@@ -77,7 +78,7 @@ class DeployView:
 def _load(path: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is no valid YAML: {error}") from error
     if content is not None and not isinstance(content, Mapping):
         raise SettingsError(f"{path} holds no mapping")
@@ -103,16 +104,32 @@ def _options(item: ItemOptions) -> dict[str, Any]:
     return item.model_dump(exclude={"enabled"})
 
 
-def _asked(blocks: tuple[Block, ...]) -> dict[str, Asked]:
-    """Per item, over all blocks of the chain; the overlay's blocks come first and win."""
+def _family(pipeline: str | None) -> str | None:
+    return next((profile.family for profile in PROFILES if pipeline and profile.base == f"{pipeline}.yaml"), None)
+
+
+def _acts_in(patch: Patch, family: str | None, stages: Sequence[int]) -> Sequence[int]:
+    """The stages of a deploy whose settings decide on an item: the one that its row names, else any."""
+    named = re.search(rf"{re.escape(family)} stage (\d+)", patch.stages) if family else None
+    return [stage for stage in stages if named is None or stage == int(named[1])]
+
+
+def _asked(content: Mapping[str, Any], pipeline: str | None, platform: str) -> dict[str, Asked]:
+    """Per item what the stage that it acts in will read: the chain merged as the host does, then the stage's blocks.
+
+    An item that may act in several stages is on where it is on in one.
+    """
+    layers = {stage: stage_layers(content, stage, platform) for stage in stage_ids(content)}
     found: dict[str, Asked] = {}
-    for block in blocks:
-        named = block.value if isinstance(block.value, Mapping) else {}
-        for key, options in parse_block(block.value, block.where).items():
-            known = found.get(key)
-            # A later file of the chain is a base: it only adds what no earlier one named.
-            if known is None or (not known.explicit and key in named):
-                found[key] = Asked(options.enabled, key in named, _options(options))
+    for patch in PATCHES:
+        for stage in _acts_in(patch, _family(pipeline), list(layers)):
+            settings = resolve(*layers[stage])
+            known = found.get(patch.key)
+            if not settings.present or (known is not None and (known.enabled or not settings.enabled(patch.key))):
+                continue
+            named = any(isinstance(block, Mapping) and patch.key in block for _, block in layers[stage])
+            options = _options(settings.options(patch.key))
+            found[patch.key] = Asked(settings.enabled(patch.key), named, options)
     return found
 
 
@@ -134,7 +151,12 @@ def read_deploy(deploy_config: str | Path, platform: str, *, ask_host: bool = Fa
     files = read_chain(path, _load, stock)
     blocks = check_blocks(files)
     pipeline = _pipeline(files)
-    view = DeployView(str(path), files, pipeline, blocks, _asked(blocks))
+    content = merged(files)
+    lost = unreached(content, platform)
+    if lost is not None:
+        source = next((block.where for block in blocks if block.place == lost.place), lost.place)
+        raise SettingsError(f"{BLOCK}: {source}: {lost.problem}")
+    view = DeployView(str(path), files, pipeline, blocks, _asked(content, pipeline, platform))
     if location is None or not (ask_host or pipeline == _FISH):
         return view
     from omni_speech_accel.patches.deploy_config import explain

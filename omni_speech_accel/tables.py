@@ -73,7 +73,8 @@ def print_status(status: Status, console: Console | None = None) -> None:
     if status.notes:
         console.print()
     for note in status.notes:
-        console.print(Text.assemble((f"{note.level}: ", _STYLES[note.level]), note.text))
+        # Not folded: some hold a value to be copied.
+        console.print(Text.assemble((f"{note.level}: ", _STYLES[note.level]), note.text), soft_wrap=True)
 
 
 def _detail(result: ItemResult) -> str:

@@ -89,7 +89,13 @@ def test_a_later_layer_overrides_item_by_item() -> None:
 
 def test_a_bool_layer_replaces_what_came_before() -> None:
     assert not resolve(("a", {}), ("b", False)).enabled("s3_graph")
-    assert resolve(("a", False), ("b", {"speaker_graph": False})).enabled("s3_graph")
+    assert resolve(("a", {"s3_graph": False}), ("b", True)).enabled("s3_graph")
+
+
+def test_over_false_only_what_a_layer_names_is_on() -> None:
+    settings = resolve(("a", "false"), ("b", {"s3_graph": {"max_graphs": 3}, "speaker_graph": False}))
+    assert [key for key in settings.items if settings.enabled(key)] == ["s3_graph"]
+    assert not any(resolve(("a", False), ("b", {})).enabled(key) for key in KEYS)
 
 
 def test_a_wrong_layer_is_refused_even_where_another_overrides_it() -> None:

@@ -114,6 +114,15 @@ def test_a_filter_without_us_fails(plugins: list[metadata.EntryPoint], monkeypat
     assert "leaves this package out" in errors(found)[0]
 
 
+def test_a_space_beside_our_name_leaves_us_out_as_it_does_in_vllm(
+    plugins: list[metadata.EntryPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "ascend, omni_speech_accel")
+    found = collect(platform=CPU)
+    assert (found.plugin.loaded, found.exit_code) == (False, 1)
+    assert "takes the spaces for parts of the names" in errors(found)[0]
+
+
 def test_a_package_that_is_not_installed_fails(plugins: list[metadata.EntryPoint]) -> None:
     del plugins[0]
     found = collect(platform=CPU)

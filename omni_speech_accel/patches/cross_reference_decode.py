@@ -66,6 +66,7 @@ class _Candidate:
     items: list[Any]
     features: Any = None
     key: Hashable = None
+    broken: bool = False
 
 
 def _step(session: StageSession) -> _Step:
@@ -91,12 +92,16 @@ def _joined(session: StageSession, stage: Any, batches: Iterable[list[Any]]) -> 
     step, counters = _step(session), session.counters(KEY)
     options = session.options(KEY)
     assert isinstance(options, CrossReferenceOptions)
+    candidates = [_candidate(stage, items) for items in batches]
+    if any(candidate.broken for candidate in candidates):
+        # The step will fail; in the host's own order it fails with the first of its errors.
+        yield from batches
+        return
     together: dict[Hashable, list[_Candidate]] = {}
-    for index, items in enumerate(batches):
-        candidate = _candidate(stage, items)
+    for index, candidate in enumerate(candidates):
         together.setdefault(("alone", index) if candidate.key is None else candidate.key, []).append(candidate)
-    for candidates in together.values():
-        for part in _bounded(stage.backend, options, candidates):
+    for group in together.values():
+        for part in _bounded(stage.backend, options, group):
             rows = _with_states(stage, part) if len(part) > 1 else None
             if rows is None:
                 yield from (candidate.items for candidate in part)
@@ -134,7 +139,7 @@ def _candidate(stage: Any, items: list[Any]) -> _Candidate:
     try:
         features = stage.backend.prepare_prompt(first.prompt_cache_id, first.prompt_wav)
     except Exception:
-        return _Candidate(items)  # The host meets the same error in this bucket's own turn, and words it.
+        return _Candidate(items, broken=True)  # The host meets the same error in this bucket's turn, and words it.
     # The host keeps turns apart unless told otherwise (cfm_cross_turn_buckets); so does a joined bucket.
     epoch = None if getattr(stage, "_cross_turn_buckets", False) is True else first.cache_epoch
     key = (

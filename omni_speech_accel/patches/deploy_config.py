@@ -20,6 +20,7 @@ from typing import Any
 
 from omni_speech_accel import host
 from omni_speech_accel.deploy import Block, DeployFile, check_blocks, find_blocks, read_chain
+from omni_speech_accel.deploy_stages import ADDITIONAL, unreached
 from omni_speech_accel.patches import fish_omni_full_graph, patch_for
 from omni_speech_accel.patches.fish_omni_full_graph import GraphReport
 from omni_speech_accel.plugin import killed
@@ -29,7 +30,6 @@ __all__ = ["DeployReport", "HostPipeline", "StageItems", "explain", "from_pipeli
 
 logger = logging.getLogger("vllm.omni_speech_accel")
 
-_ADDITIONAL = "additional_config"
 _OBJECT = "user_deploy_config"
 
 
@@ -195,10 +195,10 @@ def _stage_settings(deploy: Any, effective: Any, stage_id: int, cli: Mapping[str
     if BLOCK in extra:
         layers.append((f"connectors.*.extra.{BLOCK}", extra[BLOCK]))
     stage = next((stage for stage in effective.stages if stage.stage_id == stage_id), None)
-    config = stage.engine_extras.get(_ADDITIONAL) if stage is not None else None
+    config = stage.engine_extras.get(ADDITIONAL) if stage is not None else None
     block = config.get(BLOCK) if isinstance(config, Mapping) else None
     found = isinstance(config, Mapping) and BLOCK in config
-    for name in (_ADDITIONAL, f"stage_{stage_id}_{_ADDITIONAL}"):
+    for name in (ADDITIONAL, f"stage_{stage_id}_{ADDITIONAL}"):
         over = cli.get(name)
         if isinstance(over, Mapping) and BLOCK in over:
             # The host merges mappings of the command line into the deploy's, key by key.
@@ -206,7 +206,7 @@ def _stage_settings(deploy: Any, effective: Any, stage_id: int, cli: Mapping[str
             block = {**block, **value} if isinstance(block, Mapping) and isinstance(value, Mapping) else value
             found = True
     if found:
-        layers.append((f"stages[{stage_id}].{_ADDITIONAL}.{BLOCK}", block))
+        layers.append((f"stages[{stage_id}].{ADDITIONAL}.{BLOCK}", block))
     return resolve(*layers)
 
 
@@ -214,55 +214,8 @@ def _cli_blocks(cli: Mapping[str, Any]) -> list[Block]:
     return [
         Block(f"{name.replace('_', '-')}.{BLOCK}", value[BLOCK], file="--")
         for name, value in cli.items()
-        if name.endswith(_ADDITIONAL) and isinstance(value, Mapping) and BLOCK in value
+        if name.endswith(ADDITIONAL) and isinstance(value, Mapping) and BLOCK in value
     ]
-
-
-def _references(deploy: Any) -> set[str]:
-    """Connectors that a stage of the deploy uses."""
-    return {
-        name
-        for stage in deploy.stages
-        for table in (stage.input_connectors, stage.output_connectors)
-        for name in (table or {}).values()
-        if isinstance(name, str)
-    }
-
-
-def _unreached(deploy: Any, platform: str | None, stage_ids: frozenset[int] | None) -> Block | None:
-    """The first block in a good place that reaches no stage of this deploy all the same."""
-    used = _references(deploy)
-    known = {stage.stage_id for stage in deploy.stages}
-    known = known if stage_ids is None else known & stage_ids
-    own = {stage.stage_id: stage for stage in deploy.stages}
-    for name, connector in (deploy.connectors or {}).items():
-        extra = connector.get("extra") if isinstance(connector, Mapping) else None
-        if isinstance(extra, Mapping) and BLOCK in extra and name not in used:
-            return Block(
-                f"connectors.{name}.extra.{BLOCK}",
-                extra[BLOCK],
-                f"no stage of this deploy uses the connector; it belongs at stages[<id>].{_ADDITIONAL}.{BLOCK}"
-                + (f" or connectors.{sorted(used)[0]}.extra.{BLOCK}" if used else ""),
-            )
-    for block in find_blocks(_content(deploy)):
-        if "stages[" not in block.place:
-            continue
-        number = block.place.split("stages[", 1)[1].split("]", 1)[0]
-        if number.lstrip("-").isdigit() and int(number) not in known:
-            return Block(block.place, block.value, f"the deploy has no stage {number}")
-    for entry in ((deploy.platforms or {}).get(platform) or {}).get("stages") or ():
-        stage = own.get(entry.get("stage_id"))
-        before = stage.engine_extras.get(_ADDITIONAL) if stage is not None else None
-        after = (entry.get("engine_args") or entry).get(_ADDITIONAL, before)
-        if isinstance(before, Mapping) and BLOCK in before and not (isinstance(after, Mapping) and BLOCK in after):
-            place = f"platforms.{platform}.stages[{entry['stage_id']}].{_ADDITIONAL}"
-            return Block(
-                f"stages[{entry['stage_id']}].{_ADDITIONAL}.{BLOCK}",
-                before[BLOCK],
-                f"on {platform} {place} replaces the mapping that it stands in; it belongs at "
-                f"connectors.<name>.extra.{BLOCK} or {place}.{BLOCK}",
-            )
-    return None
 
 
 def _check(deploy: _Deploy, platform: str | None, cli: Mapping[str, Any], stage_ids: frozenset[int] | None) -> bool:
@@ -279,7 +232,7 @@ def _check(deploy: _Deploy, platform: str | None, cli: Mapping[str, Any], stage_
         blocks.append(block)
     if not blocks:
         return False
-    lost = _unreached(deploy.config, platform, stage_ids)
+    lost = unreached(_content(deploy.config), platform, stage_ids)
     if lost is not None:
         source = next((block.where for block in blocks if block.place == lost.place), lost.place)
         raise SettingsError(f"{BLOCK}: {source}: {lost.problem}")

@@ -54,5 +54,8 @@ def _replay_or_call(
     if not takes_short_path(mel):
         session.counters(KEY).inc("long")
         return wrapped(mel, mel_len)
-    graphs = session.state(KEY, partial(_graphs, session, mel.device))
+    if mel_len.device != mel.device:
+        return wrapped(mel, mel_len)  # the library takes lengths from anywhere, a graph does not
+    # By device: a call that the library refuses must not bind the stage's graphs to the wrong one.
+    graphs = session.state(f"{KEY} {mel.device}", partial(_graphs, session, mel.device))
     return graphs.run(mel.shape[-1], partial(quantize_short, tokenizer), mel, mel_len)

@@ -23,6 +23,7 @@ import yaml
 
 BLOCK = "omni_speech_accel"
 SEED_VARIABLE = "OMNI_SPEECH_TEST_HOST_SEED"
+ROW_NOISE_VARIABLE = "OMNI_SPEECH_TEST_HOST_ROW_NOISE"
 DEPLOYS = Path(__file__).resolve().parent / "deploy"
 GUARD = Path(__file__).resolve().parent / "guard.py"
 
@@ -84,6 +85,8 @@ class SpeechServer:
         python: The interpreter of the environment that has the host.
         plugins: The names that vLLM may load as plugins; None loads all that are installed.
         seed: Reseed torch before every forward of a speech stage, so that equal requests give equal bytes.
+        row_noise: Replace the vocoder's draws, which depend on a row's place in its batch, by a constant: then equal
+            requests give equal audio, within rounding, whatever runs beside them.
         extra_env: More environment variables; they win over those set here.
         log: The file for the server's output; default: a temporary file, kept only while the object lives.
         startup_seconds: How long the server may take until it is healthy.
@@ -100,6 +103,7 @@ class SpeechServer:
         python: str | Path = sys.executable,
         plugins: Sequence[str] | None = None,
         seed: int | None = None,
+        row_noise: bool = False,
         extra_env: Mapping[str, str] | None = None,
         log: Path | None = None,
         startup_seconds: float = 600,
@@ -108,7 +112,7 @@ class SpeechServer:
         self.model_dir = model_dir
         self.startup_seconds = startup_seconds
         self._vllm = Path(python).parent / "vllm"
-        self._environment = self._make_environment(plugins, seed, extra_env)
+        self._environment = self._make_environment(plugins, seed, row_noise, extra_env)
         if log is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="speech-server-")
             log = Path(self._scratch.name) / "server.log"
@@ -118,11 +122,11 @@ class SpeechServer:
 
     @staticmethod
     def _make_environment(
-        plugins: Sequence[str] | None, seed: int | None, extra: Mapping[str, str] | None
+        plugins: Sequence[str] | None, seed: int | None, row_noise: bool, extra: Mapping[str, str] | None
     ) -> dict[str, str]:
         environment = dict(os.environ)
         # What a developer has set must not decide what a test sees.
-        for name in ("VLLM_PLUGINS", "OMNI_SPEECH_ACCEL", SEED_VARIABLE, "PYTHONDONTWRITEBYTECODE"):
+        for name in ("VLLM_PLUGINS", "OMNI_SPEECH_ACCEL", SEED_VARIABLE, ROW_NOISE_VARIABLE, "PYTHONDONTWRITEBYTECODE"):
             environment.pop(name, None)
         environment.update(
             # By default the worker is bound to all cores but one, on a machine with two: to one.
@@ -139,6 +143,8 @@ class SpeechServer:
             environment["VLLM_PLUGINS"] = ",".join(plugins)
         if seed is not None:
             environment[SEED_VARIABLE] = str(seed)
+        if row_noise:
+            environment[ROW_NOISE_VARIABLE] = "1"
         environment.update(extra or {})
         return environment
 

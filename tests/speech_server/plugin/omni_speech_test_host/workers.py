@@ -8,6 +8,7 @@ nothing of CUDA that vLLM's CPU runner does not already neutralise, so the two c
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,15 @@ from vllm_omni.worker.gpu_generation_model_runner import GPUGenerationModelRunne
 from vllm_omni.worker.mixins import OmniWorkerMixin
 
 SEED_VARIABLE = "OMNI_SPEECH_TEST_HOST_SEED"
+ROW_NOISE_VARIABLE = "OMNI_SPEECH_TEST_HOST_ROW_NOISE"
+
+
+def _row_noise() -> AbstractContextManager[Any]:
+    """Draws that do not depend on a row's place in its batch: which rows share one is the clock's affair."""
+    # Here, not above: most servers of this host run without that package.
+    from omni_speech_accel.bench.noise import RowIndependentNoise
+
+    return RowIndependentNoise()
 
 
 class CPUGenerationModelRunner(GPUGenerationModelRunner, CPUModelRunner):
@@ -27,7 +37,8 @@ class CPUGenerationModelRunner(GPUGenerationModelRunner, CPUModelRunner):
         # The vocoder draws fresh noise in every call; from one seed, equal requests give equal bytes.
         if (seed := os.environ.get(SEED_VARIABLE)) is not None:
             torch.manual_seed(int(seed))
-        return super()._run_generation_model(**inputs)
+        with _row_noise() if os.environ.get(ROW_NOISE_VARIABLE) else nullcontext():
+            return super()._run_generation_model(**inputs)
 
 
 class CPUARModelRunner(GPUARModelRunner, CPUModelRunner):
