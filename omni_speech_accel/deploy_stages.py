@@ -85,11 +85,13 @@ def _platform_entries(content: Mapping[str, Any], platform: str | None) -> Itera
 
 def _platform_additional(entry: Mapping[str, Any], before: Any) -> Any:
     """What a platform's entry of a stage leaves as its ``additional_config``, which is ``before`` without the entry."""
-    overrides = entry.get("engine_args") or entry
     after = before
-    for holder in (overrides, overrides.get("engine_extras")):
-        if isinstance(holder, Mapping) and ADDITIONAL in holder:
-            after = holder[ADDITIONAL]
+    # In the entry's own order: the host applies key by key, and a later one replaces an earlier one's mapping.
+    for key, value in entry.get("engine_args", entry).items():
+        if key == ADDITIONAL:
+            after = value
+        elif key == "engine_extras" and isinstance(value, Mapping) and ADDITIONAL in value:
+            after = value[ADDITIONAL]
     return after
 
 

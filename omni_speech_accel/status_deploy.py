@@ -152,6 +152,7 @@ def read_deploy(deploy_config: str | Path, platform: str, *, ask_host: bool = Fa
     blocks = check_blocks(files)
     pipeline = _pipeline(files)
     content = merged(files)
+    check_blocks((DeployFile(str(path), content, False),))  # a place can be spoilt by another file of the chain
     lost = unreached(content, platform)
     if lost is not None:
         source = next((block.where for block in blocks if block.place == lost.place), lost.place)

@@ -110,6 +110,17 @@ def test_with_json_an_error_is_a_document_too(tmp_path: Path) -> None:
     assert "s3_grap" in found["error"]
 
 
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"\xff\xfe\x00", "no valid YAML"), (b"base_config: my.yaml", "circle")]
+)
+def test_a_deploy_that_cannot_be_read_is_exit_code_two(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_bytes(content)
+    result = invoke("status", "--deploy-config", str(path), "--json")
+    assert result.exit_code == 2
+    assert words in json.loads(result.stdout)["error"]
+
+
 def test_a_missing_deploy_is_exit_code_two() -> None:
     result = invoke("status", "--deploy-config", "no/such/file.yaml")
     assert result.exit_code == 2
@@ -172,7 +183,11 @@ def test_config_of_a_deploy_without_connectors_uses_its_stage() -> None:
     assert "has no connectors" in result.stderr
 
 
-def test_config_of_a_users_own_base_needs_a_profile_and_keeps_the_path() -> None:
+def test_config_of_a_users_own_base_needs_a_profile_and_keeps_the_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
     result = invoke("config", "mine.yaml")
     assert result.exit_code == 2
     assert "--profile" in result.stderr
@@ -189,6 +204,7 @@ def test_config_of_a_users_own_base_needs_a_profile_and_keeps_the_path() -> None
         (("--option", "s3_graph.max_graphs=-1"), "max_graphs"),
         (("--off", "s3_graph", "--option", "s3_graph.max_graphs=4"), "would do nothing"),
         (("--profile", "nope"), "no model is known by nope"),
+        (("--option", "s3_graph.max_graphs=[1"), "no valid YAML"),
     ],
 )
 def test_config_refuses_what_would_not_start(arguments: Sequence[str], words: str) -> None:
@@ -214,6 +230,13 @@ def report(*results: ItemResult) -> VerifyReport:
 DIFFERENT = Difference("speaker embedding", False, 0.5, 0.1, 0.9, 3, 192, "relative <= 2e-05")
 PASSED = ItemResult("sync_free_prompt", "passed", "", "bit-exact", False)
 BROKEN = ItemResult("speaker_device", "failed", "1 of 5 comparisons differ", "", False, worst=DIFFERENT)
+
+
+def test_config_of_a_base_that_is_not_there_is_an_error() -> None:
+    for base in ("/nonexistent/minicpmo_4_5.yaml", "minicpmo_4_5 of mine.yaml"):
+        result = invoke("config", base)
+        assert result.exit_code == 2
+        assert "does not exist" in result.stderr
 
 
 @pytest.mark.parametrize(("results", "code"), [((PASSED,), 0), ((PASSED, BROKEN), 1)])
@@ -271,6 +294,10 @@ def test_verify_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_path
     [
         (("verify", "--items", "speaker_devise"), "did you mean speaker_device"),
         (("verify", "--extra", "no-equals-sign"), "--extra takes KEY=VALUE"),
+        (("verify", "--extra", "a=[1"), "--extra a: no valid YAML"),
+        (("verify", "--out", "/proc/nope"), "/proc/nope"),
+        (("verify", "--out", __file__), __file__),
+        (("bench", "--out", "/proc/nope"), "/proc/nope"),
         (("bench", "--items", "speaker_devise"), "did you mean speaker_device"),
         (("ab", "--a", "stock", "--b", "{s3_grap: true}"), 'did you mean "s3_graph"'),
         (("ab", "--a", "@/no/such/file", "--b", "true"), "/no/such/file"),
