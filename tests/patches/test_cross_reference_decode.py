@@ -396,6 +396,22 @@ def test_a_reference_that_cannot_be_prepared_fails_with_stocks_error() -> None:
     assert messages[1] == messages[0]
 
 
+def test_of_two_broken_requests_the_one_that_stock_meets_first_is_named() -> None:
+    """The second reference cannot be read; the third, whose row would join the first's, has no such codec token."""
+    messages = []
+    for block in (None, ONLY, True):
+        stage = tiny.make_stage(block)
+        stage.backend._token2wav.broken.add("voice-2-20.wav")
+        streams = tiny.streams("voice-1-20", "voice-2-20", "voice-3-20")
+        infos = [stream.info() for stream in streams]
+        infos[2]["codes"]["audio"][0] = 999_999
+        with pytest.raises(RuntimeError) as raised:
+            tiny.step(stage, streams, infos)
+        messages.append(str(raised.value))
+    assert '"request_ids": ["r1"]' in messages[0]
+    assert messages[1:] == messages[:1] * 2
+
+
 def test_a_setup_that_fails_fails_with_stocks_error() -> None:
     messages = []
     for block in (None, ONLY):

@@ -64,6 +64,26 @@ def test_a_failing_first_replay_is_eager_for_good(core: Any, stock_core: Any, de
     assert counts(core) == {"failures": 1, "eager": 2}
 
 
+@pytest.mark.usefixtures("device")
+def test_lengths_on_the_host_are_left_to_the_library() -> None:
+    values, lengths = mel(40)
+    values = values.to(DEVICE)
+
+    def library(*given: torch.Tensor) -> str:
+        assert given[0] is values
+        assert given[1] is lengths
+        return "stock"
+
+    assert s3_graph.quantize(session_for(only(KEY)), library, None, (values, lengths), {}) == "stock"
+
+
+def test_a_call_with_tensors_elsewhere_does_not_bind_the_graphs_to_their_device(core: Any, stock_core: Any) -> None:
+    with pytest.raises(Exception, match=r"device|simulated"):
+        core._audio_tokenizer.quantize(*mel(40))
+    check(core, stock_core, 40)
+    assert counts(core)["captures"] == 1
+
+
 def test_audio_over_one_window_is_left_to_the_library() -> None:
     session = session_for(only(KEY))
     values, lengths = mel(S3_MAX_FRAMES + 1)
