@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-OK, FAILED, WRONG_INPUT = 0, 1, 2
+OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 app = typer.Typer(
     name="omni-speech-accel",
@@ -166,6 +166,8 @@ def _errors_reported(as_json: bool) -> Iterator[None]:
         yield
     except (BenchError, SettingsError, OSError) as error:
         raise _fail(str(error), as_json) from error
+    except KeyboardInterrupt:
+        raise _fail("interrupted before there was anything to report", as_json, INTERRUPTED) from None
 
 
 @contextlib.contextmanager
@@ -232,6 +234,21 @@ def _results(out: Path | None) -> None:
             pass
 
 
+def _host_platform() -> Any:
+    """The platform that the host reports.
+
+    Raises:
+        BenchError: The host cannot be imported.
+    """
+    from omni_speech_accel.bench.errors import BenchError
+    from omni_speech_accel.status import detect_platform
+
+    try:
+        return detect_platform()
+    except ImportError as error:
+        raise BenchError(f"--ask-host: vllm-omni cannot be imported here: {error}") from error
+
+
 @app.command()
 def status(
     deploy_config: Annotated[
@@ -271,7 +288,7 @@ def status(
             if platform is not PlatformName.auto:
                 chosen = module.Platform(platform.value, "--platform")
             elif ask_host:
-                chosen = module.detect_platform()
+                chosen = _host_platform()
             found = module.collect(deploy_config, platform=chosen, ask_host=ask_host)
     if as_json:
         typer.echo(found.as_json())
@@ -580,13 +597,25 @@ def config(
     with _errors_reported(as_json):
         chosen = _chosen(_names(on), _names(off), option or [])
         found = _profile(base, profile, platform, place, stage)
-        text = render_overlay(_base_path(base), found, chosen)
+        text = render_overlay(_base_path(base), found, {**_unavailable_on_cpu(found, platform), **chosen})
     if as_json:
         import yaml
 
         typer.echo(json.dumps({"profile": found.key, "overlay": yaml.safe_load(text), "text": text}, indent=2))
     else:
         typer.echo(text, nl=False)
+
+
+def _unavailable_on_cpu(profile: Profile, platform: PlatformName) -> dict[str, bool]:
+    """The profile's items that a CPU cannot have, off, where the overlay is for one."""
+    from omni_speech_accel.status import guess_platform
+
+    guessed = guess_platform()
+    # Not where a driver is merely missing: an overlay may be written on another machine than the server's.
+    here = platform is PlatformName.auto and guessed.name == "cpu" and "driver" not in guessed.source
+    if not here and platform is not PlatformName.cpu:
+        return {}
+    return {patch.key: False for patch in profile.items() if "cpu" not in patch.platforms}
 
 
 def _base_path(base: str) -> str:

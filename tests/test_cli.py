@@ -232,6 +232,23 @@ PASSED = ItemResult("sync_free_prompt", "passed", "", "bit-exact", False)
 BROKEN = ItemResult("speaker_device", "failed", "1 of 5 comparisons differ", "", False, worst=DIFFERENT)
 
 
+def test_config_for_a_cpu_leaves_off_what_a_cpu_cannot_have() -> None:
+    block = block_of(overlay("minicpmo_4_5.yaml", "--platform", "cpu", "--on", "s3_graph"))
+    off = {patch.key for patch in PATCHES if patch.key in block and "cpu" not in patch.platforms} - {"s3_graph"}
+    assert off
+    assert {key for key, value in block.items() if value is False} == off
+
+
+def test_an_interrupt_before_there_is_a_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(console: object, **options: Any) -> VerifyReport:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_verify", interrupted)
+    shown = invoke("verify", "--json")
+    assert shown.exit_code == 130
+    assert json.loads(shown.stdout)["error"].startswith("interrupted")
+
+
 def test_config_of_a_base_that_is_not_there_is_an_error() -> None:
     for base in ("/nonexistent/minicpmo_4_5.yaml", "minicpmo_4_5 of mine.yaml"):
         result = invoke("config", base)

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -41,13 +42,29 @@ def default_version() -> str:
     return found
 
 
+def call(command: list[str]) -> int:
+    """Run a command to its end, and to its own end where this process is interrupted; returns its exit code."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # From a terminal the command has been interrupted too, and may have something to write.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.terminate()
+        process.wait()
+        raise
+
+
 def enter_environment(version: str, arguments: list[str]) -> int:
-    """Build the environment and run this script again inside it; returns its exit code."""
+    """Build the environment and become this script inside it; returns only where the build fails."""
     with step(f"Environment: vllm-omni {version} on CPU"):
-        if built := subprocess.call([sys.executable, str(REPO / "tools" / "make_env.py"), version]):
+        if built := call([sys.executable, str(REPO / "tools" / "make_env.py"), version]):
             return built
-    python = REPO / ".venv" / version / "bin" / "python"
-    return subprocess.call([str(python), __file__, "--inside", *arguments])
+    python = str(REPO / ".venv" / version / "bin" / "python")
+    sys.stdout.flush()
+    # In this process's place: a signal to it must reach the one that has a server to stop.
+    os.execv(python, [python, __file__, "--inside", *arguments])
 
 
 def show_start_up_lines(lines: list[str]) -> None:
@@ -99,8 +116,12 @@ def show(out: Path) -> int:
         return 1
     with step("Benchmark: stock against the package, same process, same work"):
         command = Path(sys.executable).parent / "omni-speech-accel"
-        code = subprocess.call([str(command), "bench", "--model", str(checkpoint), "--out", str(out / "bench")])
+        code = call([str(command), "bench", "--model", str(checkpoint), "--out", str(out / "bench")])
     return code
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -111,10 +132,16 @@ def main() -> int:
     out: Path = arguments.out.absolute()
     # Imported packages keep their bytecode; without it each process of the server compiles the host again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    if not arguments.inside:
-        return enter_environment(default_version(), ["--out", str(out)])
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    return show(out)
+    # Python ends at SIGTERM without a word; as an interrupt it passes every `with`, the server's among them.
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        if not arguments.inside:
+            return enter_environment(default_version(), ["--out", str(out)])
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        return show(out)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -175,6 +175,8 @@ class SpeechServer:
         if self.running:
             raise ServerError("the server is running already")
         self.port = _free_port()
+        # vLLM leaves its sockets behind, the host its prompt files when it is killed.
+        self._temporary = tempfile.TemporaryDirectory(prefix="speech-", ignore_cleanup_errors=True)
         # The guard's pipe is ours alone: it ends the server should this process be killed.
         serve = [self._vllm, "serve", self.model_dir, "--omni", "--deploy-config", self.deploy_yaml]
         listen = ["--host", "127.0.0.1", "--port", self.port]
@@ -183,7 +185,7 @@ class SpeechServer:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(part) for part in (sys.executable, GUARD, *serve, *listen, *patience)],
-                env=self._environment,
+                env={**self._environment, "TMPDIR": self._temporary.name},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -232,6 +234,7 @@ class SpeechServer:
         process.wait()
         assert process.stdin is not None
         process.stdin.close()
+        self._temporary.cleanup()
         _remove_wake_channels(family)
 
 
