@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -82,17 +83,21 @@ class TransitionResult:
 
 @dataclass(frozen=True)
 class Report:
-    """The whole check. `passed` is true only if every transition happened on both servers and every stream is ok."""
+    """The whole check. `passed` is true only if every transition happened on both servers and every stream is ok.
+
+    `not_run` names the transitions that a stopped check did not get to the end of.
+    """
 
     config: TransitionsConfig
     transitions: tuple[TransitionResult, ...]
     servers: dict[str, dict[str, Any]]
     environment: dict[str, Any]
+    not_run: tuple[str, ...] = ()
 
     @property
     def status(self) -> Status:
         """The worst status of all transitions."""
-        found = {result.status for result in self.transitions}
+        found = {result.status for result in self.transitions} | ({Status.INCONCLUSIVE} if self.not_run else set())
         return next((status for status in (Status.FAIL, Status.INCONCLUSIVE) if status in found), Status.OK)
 
     @property
@@ -102,7 +107,7 @@ class Report:
 
 
 def run_transitions(config: TransitionsConfig) -> Report:
-    """Run the check; needs httpx.
+    """Run the check; needs httpx. Ctrl-C or SIGTERM ends it early: the report then holds what was compared so far.
 
     Raises `ServerUnreachable` if a server does not answer, `RecordingError` if the baseline is a recording of other
     requests, `HttpxMissing` without httpx. Nothing else that a server does raises: it becomes a verdict.
@@ -116,51 +121,103 @@ def record_baseline(config: TransitionsConfig) -> tuple[Recording, list[str]]:
     """Run the plan on the baseline alone, for a candidate that cannot run beside it.
 
     Returns the recording and what is wrong with it, one line each: streams that failed, transitions that did not
-    happen. Raises as `run_transitions` does.
+    happen. Ctrl-C or SIGTERM ends it early: the recording then holds the transitions done so far. Raises as
+    `run_transitions` does.
     """
     return asyncio.run(_record(config))
 
 
 async def _run(config: TransitionsConfig) -> Report:
     started = datetime.now(timezone.utc)
-    async with connect(config.request) as client:
+    servers: dict[str, dict[str, Any]] = {"candidate": {"url": config.candidate}}
+    if isinstance(config.baseline, Recording):
+        servers["baseline"] = _Replayer(config.baseline).server
+    else:
+        servers["baseline"] = {"url": config.baseline}
+    results: list[TransitionResult] = []
+
+    async def compare(client: httpx.AsyncClient) -> None:
         candidate = await _Player.connect(client, config.candidate, config)
+        servers["candidate"] = candidate.server
         baseline: _Player | _Replayer
         if isinstance(config.baseline, Recording):
             baseline = _Replayer(config.baseline)
         else:
             baseline = await _Player.connect(client, config.baseline, config)
-        results = []
+            servers["baseline"] = baseline.server
         for transition in config.plan:
             config.on_start(transition)
             baselines = await baseline.runs(transition, config.baseline_runs)
             candidates = await candidate.runs(transition, config.repeat)
             results.append(_judge(config, transition, baselines, candidates))
             config.on_result(results[-1])
-    servers = {"baseline": baseline.server, "candidate": candidate.server}
-    return Report(config, tuple(results), servers, _environment(started))
+
+    async with connect(config.request) as client:
+        await _until_stopped(compare(client))
+    not_run = tuple(transition.name for transition in config.plan[len(results) :])
+    return Report(config, tuple(results), servers, _environment(started), not_run)
 
 
 async def _record(config: TransitionsConfig) -> tuple[Recording, list[str]]:
     if isinstance(config.baseline, Recording):
         raise TypeError("a recording can only be made of a server")
     started = datetime.now(timezone.utc)
-    runs = {}
+    server: dict[str, Any] = {"url": config.baseline}
+    runs: dict[str, list[list[StreamRecord]]] = {}
     wrong: list[str] = []
-    async with connect(config.request) as client:
-        player = await _Player.connect(client, config.baseline, config)
+
+    async def play(client: httpx.AsyncClient, url: str) -> None:
+        player = await _Player.connect(client, url, config)
+        server.update(player.server)
         for transition in config.plan:
             config.on_start(transition)
             runs[transition.name] = recorded = await player.runs(transition, config.baseline_runs)
             for records in recorded:
-                wrong += [f"{transition.name}: not exercised: {text}" for text in missing(transition, records)]
-                wrong += [
+                wrong.extend(f"{transition.name}: not exercised: {text}" for text in missing(transition, records))
+                wrong.extend(
                     f"{transition.name}, stream {spec.index} ({spec.role}): {record.ending.value}: {record.detail}"
                     for spec, record in zip(transition.streams, records, strict=True)
                     if not _ended_well(record)
-                ]
-    requests = requests_of(config.plan, config.request)
-    return Recording(player.server, _environment(started), requests, runs), list(dict.fromkeys(wrong))
+                )
+
+    async with connect(config.request) as client:
+        await _until_stopped(play(client, config.baseline))
+    done, left = config.plan[: len(runs)], config.plan[len(runs) :]
+    wrong.extend(f"{transition.name}: not run" for transition in left)
+    requests = requests_of(done, config.request)
+    return Recording(server, _environment(started), requests, runs), list(dict.fromkeys(wrong))
+
+
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, which the first Ctrl-C or SIGTERM cancels quietly; a second one has its usual effect."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    before: dict[signal.Signals, Any] = {}
+
+    def stop() -> None:
+        restore()
+        task.cancel()
+
+    def restore() -> None:
+        while before:
+            number, handler = before.popitem()
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            loop.add_signal_handler(number, stop)
+            before[number] = handler
+    except (NotImplementedError, RuntimeError, ValueError):
+        pass  # Windows, or not the main thread: the process's owner decides
+    try:
+        await asyncio.wait({task})
+    finally:
+        restore()
+        task.cancel()
+    if not task.cancelled():
+        task.result()
 
 
 def _environment(started: datetime) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel.transitions.plan import Condition, State, StreamSpec, Transition
-from omni_speech_accel.transitions.wire import BodyError, WavStripper, body_reader
+from omni_speech_accel.transitions.wire import BodyError, WavStripper, body_reader, printable
 
 if TYPE_CHECKING:
     import httpx
@@ -113,7 +113,8 @@ async def connect(options: RequestOptions) -> AsyncIterator[httpx.AsyncClient]:
 async def probe(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
     """What the server says of itself: ``{"url", "models", "version"}``.
 
-    Raises `ServerUnreachable` if nobody answers there, or the server asks for a key.
+    Raises `ServerUnreachable` if nobody answers there, the server asks for a key, or what it answers is nested too
+    deep to be read.
     """
     import httpx
 
@@ -121,15 +122,22 @@ async def probe(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
     for path in ("/v1/models", "/version"):
         try:
             response = await client.get(url + path)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError, UnicodeError) as error:
             raise ServerUnreachable(f"no server answers at {url}: {type(error).__name__}: {error}") from error
         if response.status_code in (401, 403):
             raise ServerUnreachable(f"{url}{path} answers {response.status_code}: give the server's key with --api-key")
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        try:
+            answer = response.json()
+        except ValueError:
+            continue
+        except RecursionError as error:
+            raise ServerUnreachable(f"{url}{path} answers with JSON that is nested too deep") from error
+        with contextlib.suppress(KeyError, TypeError):
             if path == "/version":
-                found["version"] = response.json()["version"]
+                found["version"] = printable(answer["version"]) if isinstance(answer["version"], str) else None
             else:
-                found["models"] = [model["id"] for model in response.json()["data"]]
+                names = [model["id"] for model in answer["data"]]
+                found["models"] = [printable(name) for name in names if isinstance(name, str)]
     return found
 
 
@@ -206,7 +214,9 @@ async def _receive(
 ) -> None:
     import httpx
 
-    wav = WavStripper() if options.response_format == "wav" else None
+    request = request_body(spec, options)
+    asked = str(request.get("response_format", "pcm"))
+    wav = WavStripper() if asked == "wav" else None
 
     def accept(audio: bytes) -> None:
         samples = wav.feed(audio) if wav else audio
@@ -216,13 +226,13 @@ async def _receive(
             progress.reached(spec.index, State.AUDIO)
 
     try:
-        async with client.stream("POST", f"{url}/v1/audio/speech", json=request_body(spec, options)) as response:
+        async with client.stream("POST", f"{url}/v1/audio/speech", json=request) as response:
             record.status = response.status_code
             if response.status_code != 200:
                 text = (await response.aread()).decode("utf-8", "replace")
                 record.ending, record.detail = Ending.HTTP_ERROR, f"{response.status_code}: {text[:300]}"
                 return
-            body = body_reader(response.headers)
+            body = body_reader(response.headers, asked)
             try:
                 async for data in response.aiter_bytes():
                     accept(body.feed(data))

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import typer
 
 EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
+# Seconds, dB: beyond this, and for NaN, a number is a mistake.
+_MOST = 1e6
 
 
 def _usage(message: str) -> typer.Exit:
@@ -19,12 +23,21 @@ def _usage(message: str) -> typer.Exit:
 
 
 def _is_url(value: str) -> bool:
-    return value.startswith(("http://", "https://"))
+    return value.lower().startswith(("http://", "https://"))
 
 
 def _url(value: str | None) -> str | None:
     if value is not None and not _is_url(value):
         raise typer.BadParameter(f"{value!r} is not an http:// or https:// URL")
+    if value is not None:
+        try:
+            parts = urlsplit(value)
+            wrong = "it names no host" if not parts.hostname else "it has a query" if parts.query else ""
+            _ = parts.port  # raises for one that no machine has
+        except ValueError as error:
+            wrong = str(error)
+        if wrong:
+            raise typer.BadParameter(f"{value!r} is not the base URL of a server: {wrong}")
     return value and value.rstrip("/").removesuffix("/v1")
 
 
@@ -37,11 +50,13 @@ def _url_or_folder(value: str) -> str:
 
 
 def _json_object(value: str | None, option: str) -> dict[str, Any]:
+    from omni_speech_accel.transitions.inputs import parse_json
+
     if value is None:
         return {}
     try:
         text = Path(value[1:]).read_text(encoding="utf-8") if value.startswith("@") else value
-        found = json.loads(text)
+        found = parse_json(text)
     except (OSError, ValueError) as error:
         raise _usage(f"{option}: {error}") from error
     if not isinstance(found, dict):
@@ -51,9 +66,27 @@ def _json_object(value: str | None, option: str) -> dict[str, Any]:
 
 def _sizes(value: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in value.split(","))
+        return tuple(dict.fromkeys(int(part) for part in value.split(",")))
     except ValueError as error:
         raise _usage(f"--concurrency takes numbers such as 3,5,7, got {value!r}") from error
+
+
+def _require_finite(**options: float | None) -> None:
+    for name, value in options.items():
+        if value is not None and not abs(value) <= _MOST:
+            raise _usage(f"--{name.replace('_', '-')} must be a number of at most {_MOST:g}, got {value}")
+
+
+def _try_folder(folder: Path | None, option: str) -> None:
+    """Make the folder now: a run of an hour must not end in a place that cannot be written."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        raise _usage(f"{option}: {error}") from error
 
 
 def transitions(
@@ -159,7 +192,8 @@ def transitions(
     The baseline runs twice first. What it differs from itself by is reported, and never blamed on the candidate.
 
     Exit code: 0 all transitions match (or were recorded); 1 something differs, or could not be shown (the baseline
-    does not repeat itself, or a transition did not happen); 2 wrong usage, or a server that does not answer.
+    does not repeat itself, or a transition did not happen); 2 wrong usage, a folder that cannot be written, or a
+    server that does not answer. Ctrl-C and SIGTERM end it early: what was compared is reported, exit code 1.
 
     Example: omni-speech-accel transitions --baseline http://127.0.0.1:8091 --candidate http://127.0.0.1:8092
     --extra-body '{"max_new_tokens": 500}' --out transitions-out
@@ -179,7 +213,14 @@ def transitions(
         raise _usage("give either --candidate, to compare, or --record, to keep the baseline for later")
     if record is not None and not _is_url(baseline):
         raise _usage("--record needs the URL of a server as --baseline, not a recording")
+    if record is not None and out is not None:
+        raise _usage("--out keeps a comparison, and --record makes none: give one of them")
     body = _json_object(extra_body, "--extra-body")
+    _require_finite(
+        duration_tolerance=duration_tolerance, min_snr=min_snr, timeout=timeout, stall_timeout=stall_timeout
+    )
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise _usage("--api-key must be printable ASCII: it goes into an HTTP header")
     if min_snr is not None and not pcm:
         raise _usage("--min-snr and --no-pcm exclude each other")
     try:
@@ -188,6 +229,8 @@ def transitions(
         source = baseline if _is_url(baseline) else load_recording(Path(baseline))
     except (InputsError, PlanError, RecordingError) as error:
         raise _usage(str(error)) from error
+    _try_folder(record, "--record")
+    _try_folder(out, "--out")
     notes = Console(stderr=True)
 
     def tell(result: check.TransitionResult) -> None:
@@ -210,30 +253,42 @@ def transitions(
     try:
         if record is not None:
             recording, wrong = check.record_baseline(config)
-            save_recording(recording, record)
         else:
             found = check.run_transitions(config)
     except (client.ServerUnreachable, client.HttpxMissing, RecordingError) as error:
         raise _usage(str(error)) from error
     if record is not None:
-        return _say_recorded(record, wrong, json_output)
+        if recording.runs:
+            try:
+                save_recording(recording, record)
+            except OSError as error:
+                raise _usage(f"--record: {error}") from error
+        return _say_recorded(record if recording.runs else None, wrong, json_output)
+    unsaved = None
     if out is not None:
-        report.save(found, out)
+        try:
+            report.save(found, out)
+        except OSError as error:
+            unsaved = error
     if json_output:
         typer.echo(json.dumps(report.to_json(found), indent=2))
     else:
         report.print_report(found, Console())
+    if unsaved is not None:
+        raise _usage(f"--out: {unsaved}")
     if not found.passed:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _say_recorded(folder: Path, wrong: list[str], as_json: bool) -> None:
+def _say_recorded(folder: Path | None, wrong: list[str], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"recording": str(folder), "passed": not wrong, "problems": wrong}, indent=2))
+        where = None if folder is None else str(folder)
+        typer.echo(json.dumps({"recording": where, "passed": not wrong, "problems": wrong}, indent=2))
     else:
         for line in wrong:
             typer.echo(f"- {line}")
-        typer.echo(f"recorded in {folder}" + (", but not fit to compare with" if wrong else ""))
+        done = "nothing was recorded" if folder is None else f"recorded in {folder}"
+        typer.echo(done + (", but not fit to compare with" if wrong and folder is not None else ""))
     if wrong:
         raise typer.Exit(EXIT_DIFFERENT)
 

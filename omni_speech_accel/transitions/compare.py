@@ -145,13 +145,17 @@ def judge_stream(
     `baseline_runs[run][stream]` holds every stream of the transition: the other streams are needed to recognise audio
     that was delivered to the wrong client. A stream whose client left is judged on the samples it received.
     """
-    for record in (run[index] for run in baseline_runs):
+    baselines = [run[index] for run in baseline_runs]
+    for record in baselines:
         broken = _broken(record)
         if broken:
             return Verdict(Status.FAIL, Fault.BASELINE_BROKEN, f"the baseline itself: {broken[0].value}: {broken[1]}")
-        if any(
-            ours and theirs and ours != theirs for ours, theirs in zip(_format(candidate), _format(record), strict=True)
-        ):
+    odd = next((record for record in baselines if _formats_differ(record, baselines[0])), None)
+    if odd is not None and _broken(candidate) is None:
+        message = f"the baseline's own runs send {_format_text(baselines[0])} and {_format_text(odd)}"
+        return Verdict(Status.INCONCLUSIVE, Fault.NOISE, message)
+    for record in baselines if odd is None else ():
+        if _formats_differ(candidate, record):
             message = f"{_format_text(candidate)} where the baseline sends {_format_text(record)}"
             return Verdict(Status.FAIL, Fault.FORMAT, message)
     broken = _broken(candidate)
@@ -297,6 +301,12 @@ def describe(distance: Distance) -> str:
 
 def _format(record: StreamRecord) -> tuple[int | None, int | None]:
     return record.sample_rate, record.channels
+
+
+def _formats_differ(first: StreamRecord, second: StreamRecord) -> bool:
+    """Whether two streams state different formats; what one leaves unstated is not held against it."""
+    pairs = zip(_format(first), _format(second), strict=True)
+    return any(ours and theirs and ours != theirs for ours, theirs in pairs)
 
 
 def _format_text(record: StreamRecord) -> str:

@@ -114,13 +114,23 @@ def split_by_length(inputs: list[SpeechInput]) -> InputPool:
     return pool
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text that can be sent on: raises `ValueError` for NaN, infinities, lone surrogates, depth."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8")
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    return value
+
+
 def _parse_line(line: str, place: str) -> SpeechInput:
     if not line.startswith("{"):
         return SpeechInput(line)
     try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputsError(f"{place}: not a JSON object: {error}") from error
+        item = parse_json(line)
+    except ValueError as error:
+        raise InputsError(f"{place}: not a JSON object that can be sent: {error}") from error
     text = item.pop("input", None)
     if not isinstance(text, str) or not text.strip():
         raise InputsError(f"{place}: a JSON line needs a non-empty 'input' text")

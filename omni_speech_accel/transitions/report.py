@@ -46,6 +46,7 @@ def to_json(report: Report) -> dict[str, Any]:
             }
             for result in report.transitions
         ],
+        "not_run": list(report.not_run),
     }
 
 
@@ -76,8 +77,9 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def problems(report: Report) -> list[str]:
-    """Every stream that is not ok and every transition that was not seen to happen, one line each."""
-    return [line for result in report.transitions for line in problems_of(result)]
+    """Every stream that is not ok and every transition that was not seen to happen or not run, one line each."""
+    found = [line for result in report.transitions for line in problems_of(result)]
+    return found + [f"{name}: not run" for name in report.not_run]
 
 
 def problems_of(result: TransitionResult) -> list[str]:
@@ -93,7 +95,7 @@ def problems_of(result: TransitionResult) -> list[str]:
 
 def summary(report: Report) -> str:
     """The outcome in one or two sentences, with what to do next where that is known."""
-    count = len(report.transitions)
+    count = len(report.transitions) + len(report.not_run)
     if report.passed:
         return f"All {count} transitions match."
     bad = [result.transition.name for result in report.transitions if result.status is Status.FAIL]
@@ -103,6 +105,8 @@ def summary(report: Report) -> str:
         parts.append(f"{len(bad)} of {count} transitions fail: {', '.join(bad)}.")
     if open_:
         parts.append(f"{len(open_)} of {count} transitions show nothing either way: {', '.join(open_)}.")
+    if report.not_run:
+        parts.append(f"The check was stopped: {len(report.not_run)} of {count} transitions were not run.")
     faults = {stream.verdict.fault for result in report.transitions for stream in result.streams}
     if Fault.NOISE in faults:
         parts.append(

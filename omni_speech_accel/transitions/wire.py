@@ -10,7 +10,6 @@ shows there only as a body that breaks off. A WAV stream opens with a 44-byte he
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import json
 import re
@@ -23,6 +22,13 @@ WAV_HEADER_BYTES = 44
 # byte, but not go on as text for long. No error document of the host is longer than this.
 _MAX_ERROR_DOCUMENT_BYTES = 64 * 1024
 _ERROR_TAIL_BYTES = 4096
+# Content types that a body of samples may have, by the format asked for; a WAV body is known by its header as well.
+_PCM_TYPES = frozenset({"audio/pcm", "audio/x-pcm", "audio/l16", "audio/raw", "application/octet-stream"})
+_WAV_TYPES = frozenset({"audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave"})
+_AUDIO_TYPES = {"pcm": _PCM_TYPES, "wav": _PCM_TYPES | _WAV_TYPES}
+# More than any audio has; a WAV header can hold their product.
+MAX_SAMPLE_RATE = 768_000
+MAX_CHANNELS = 64
 _TRAILING_TEXT = re.compile(rb"[^\x00-\x08\x0b\x0c\x0e-\x1f]*\Z")
 
 
@@ -30,7 +36,7 @@ class BodyError(Exception):
     """The body says that the request failed, or is not the format that it claims to be."""
 
     def __init__(self, message: str, *, malformed: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.malformed = malformed
 
 
@@ -71,7 +77,9 @@ class SseBody:
 
     def _event(self, event: bytes) -> bytes:
         lines = [line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:")]
-        if not lines:
+        names = [line[6:].strip().lower() for line in event.split(b"\n") if line.startswith(b"event:")]
+        failed = any(b"error" in name for name in names)
+        if not lines and not failed:
             return b""
         text = b"\n".join(lines)
         if text == b"[DONE]":
@@ -79,12 +87,13 @@ class SseBody:
             return b""
         try:
             payload = json.loads(text)
-        except ValueError as error:
-            raise BodyError(f"an event is not JSON: {text[:80]!r}", malformed=True) from error
+        except (ValueError, RecursionError) as error:
+            what = "an error event" if failed else "an event is not JSON"
+            raise BodyError(f"{what}: {text[:80]!r}", malformed=not failed) from error
         if not isinstance(payload, dict):
             raise BodyError(f"an event is not a JSON object: {text[:80]!r}", malformed=True)
         kind = payload.get("type")
-        if payload.get("error") or kind == "speech.audio.error":
+        if failed or _reports_error(payload):
             raise BodyError(_error_message(payload))
         if kind == "speech.audio.done":
             self._done = True
@@ -93,21 +102,26 @@ class SseBody:
             return b""
         if self._done:
             raise BodyError("audio after speech.audio.done", malformed=True)
-        self.sample_rate = _positive(payload.get("sample_rate")) or self.sample_rate
-        self.channels = _positive(payload.get("channels")) or self.channels
+        self.sample_rate = _stated("sample_rate", payload.get("sample_rate"), MAX_SAMPLE_RATE) or self.sample_rate
+        self.channels = _stated("channels", payload.get("channels"), MAX_CHANNELS) or self.channels
         try:
             return base64.b64decode(payload["audio"], validate=True)
-        except (KeyError, TypeError, binascii.Error) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise BodyError("a speech.audio.delta event without valid base64 audio", malformed=True) from error
 
 
 class RawBody:
-    """Reader of raw ``audio/pcm`` or ``audio/wav`` bodies. Their end is the end of the HTTP body."""
+    """Reader of raw ``audio/pcm`` or ``audio/wav`` bodies. Their end is the end of the HTTP body.
 
-    def __init__(self, headers: Mapping[str, str]) -> None:
-        self.sample_rate = _positive(headers.get("x-audio-sample-rate"))
-        self.channels = _positive(headers.get("x-audio-channels"))
-        self._json_type = "json" in headers.get("content-type", "")
+    A body of any other content type is no audio. One without a content type is audio unless it reads as text.
+    Raises `BodyError` if the headers state an impossible format.
+    """
+
+    def __init__(self, headers: Mapping[str, str], response_format: str = "pcm") -> None:
+        self.sample_rate = _stated("x-audio-sample-rate", headers.get("x-audio-sample-rate"), MAX_SAMPLE_RATE)
+        self.channels = _stated("x-audio-channels", headers.get("x-audio-channels"), MAX_CHANNELS)
+        self._type = _content_type(headers)
+        self._is_audio = self._type in _AUDIO_TYPES.get(response_format, _PCM_TYPES)
         self._held: bytearray | None = bytearray()
         self._tail = b""
 
@@ -116,18 +130,24 @@ class RawBody:
         if self._held is None:
             return data
         self._held += data
-        may_be_json = self._json_type or (self._held[:1] == b"{" and _is_text(self._held))
-        if may_be_json and len(self._held) < _MAX_ERROR_DOCUMENT_BYTES:
-            return b""
-        return self._release()
+        if self._is_audio:
+            hold = self._held[:1] == b"{" and _is_text(self._held) and len(self._held) < _MAX_ERROR_DOCUMENT_BYTES
+        else:
+            hold = bool(self._type) or _is_text(self._held)
+        if not hold:
+            return self._release()
+        if not self._is_audio:
+            del self._held[_MAX_ERROR_DOCUMENT_BYTES:]
+        return b""
 
     def finish(self) -> tuple[bytes, bool]:
         held = bytes(self._held or b"")
         error = _trailing_error(held or self._tail)
         if error:
             raise BodyError(_error_message(error))
-        if self._json_type:
-            raise BodyError(f"a JSON body where audio was expected: {held[:80]!r}", malformed=True)
+        if not self._is_audio and (self._type or held):
+            what = f"a body of type {self._type[:80]}" if self._type else "text without a content type"
+            raise BodyError(f"{what} where audio was expected: {held[:80]!r}", malformed=True)
         return self._release(), True
 
     def _release(self) -> bytes:
@@ -157,12 +177,26 @@ class WavStripper:
         _, self.channels, self.sample_rate, _, _, bits = struct.unpack("<HHIIHH", head[20:36])
         if bits != 16:
             raise BodyError(f"a WAV stream of {bits}-bit samples; 16-bit PCM was expected", malformed=True)
+        _stated("the WAV header's sample rate", self.sample_rate, MAX_SAMPLE_RATE)
+        _stated("the WAV header's channels", self.channels, MAX_CHANNELS)
         return head[WAV_HEADER_BYTES:]
 
 
-def body_reader(headers: Mapping[str, str]) -> AudioBody:
-    """The reader for a response with these (lower-case) headers."""
-    return SseBody() if headers.get("content-type", "").startswith("text/event-stream") else RawBody(headers)
+def body_reader(headers: Mapping[str, str], response_format: str = "pcm") -> AudioBody:
+    """The reader for a response with these (lower-case) headers to a request for `response_format`.
+
+    Raises `BodyError` if the headers state an impossible format.
+    """
+    return SseBody() if _content_type(headers) == "text/event-stream" else RawBody(headers, response_format)
+
+
+def printable(text: str) -> str:
+    """`text` without what no file or terminal can take: lone surrogates, which JSON can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _content_type(headers: Mapping[str, str]) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _trailing_error(data: bytes) -> dict[str, Any] | None:
@@ -170,7 +204,7 @@ def _trailing_error(data: bytes) -> dict[str, Any] | None:
     text = _TRAILING_TEXT.search(data)
     at = data.find(b"{", text.start() if text else len(data))
     while at >= 0:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             payload = json.loads(data[at:])
             if isinstance(payload, dict) and (payload.get("error") or payload.get("object") == "error"):
                 return payload
@@ -182,15 +216,33 @@ def _is_text(data: bytes | bytearray) -> bool:
     return all(byte >= 0x20 or byte in b"\t\r\n" for byte in data[:_ERROR_TAIL_BYTES])
 
 
-def _positive(value: object) -> int | None:
+def _reports_error(payload: Mapping[str, Any]) -> bool:
+    """Whether an event is an error, be it the host's or what a web framework or a proxy makes of one."""
+    kind = payload.get("type")
+    if payload.get("error") or payload.get("object") == "error" or (isinstance(kind, str) and "error" in kind.lower()):
+        return True
+    if kind in ("speech.audio.delta", "speech.audio.done"):
+        return False
+    return bool(payload.get("detail") or (kind is None and payload.get("message")))
+
+
+def _stated(what: str, value: object, most: int) -> int | None:
+    """A stated positive number, or None if none is; raises `BodyError` for one that no audio has."""
     try:
         number = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError):
         return None
+    except OverflowError:
+        number = most + 1
+    if number > most:
+        raise BodyError(f"{what} is {str(value)[:40]}; no audio has more than {most}", malformed=True)
     return int(number) if number > 0 else None
 
 
 def _error_message(payload: Mapping[str, Any]) -> str:
     error = payload.get("error")
     message = error.get("message") if isinstance(error, dict) else error
-    return str(message or payload.get("message") or payload)[:300]
+    try:
+        return str(message or payload.get("message") or payload.get("detail") or payload)[:300]
+    except RecursionError:
+        return "an error document that is nested too deep"

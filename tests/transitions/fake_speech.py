@@ -88,6 +88,22 @@ class FakeSpeech:
         await exchange.end()
 
 
+@dataclass
+class FixedAnswer:
+    """Answers every speech request with the same 200 body, and ``/v1/models`` with `models`."""
+
+    content_type: str | None
+    body: bytes
+    models: bytes = b'{"data": [{"id": "fake"}]}'
+
+    async def __call__(self, exchange: Exchange) -> None:
+        if exchange.request.method == "GET":
+            return await exchange.reply(200, "application/json", self.models)
+        await exchange.start(200, {} if self.content_type is None else {"content-type": self.content_type})
+        await exchange.send(self.body)
+        await exchange.end()
+
+
 DONE = b'event: speech.audio.done\ndata: {"type":"speech.audio.done"}\n\n'
 
 

@@ -146,6 +146,15 @@ def test_half_a_sample_is_malformed_unless_the_client_left():
     assert judge(replace(odd, ending=Ending.CANCELLED), [record(pcm, Ending.CANCELLED)]).status is Status.OK
 
 
+def test_a_baseline_whose_own_runs_state_different_formats_is_not_the_candidates_fault():
+    audio = speech(1)
+    runs = [[record(audio, rate=rate)] for rate in (24_000, 48_000)]
+    verdict = judge(record(audio), *runs)
+    assert (verdict.status, verdict.fault) == (Status.INCONCLUSIVE, Fault.NOISE)
+    assert "24000 Hz x 1 channels and 48000 Hz x 1 channels" in verdict.message
+    assert judge(record(audio, Ending.CUT), *runs).fault is Fault.CUT
+
+
 def test_another_sample_rate_is_named_and_an_unstated_one_is_not_held_against_it():
     pcm = speech(1)
     verdict = judge(record(pcm, rate=16_000), [record(pcm)])

@@ -63,6 +63,23 @@ def test_an_sse_stream_without_its_last_event_is_not_complete():
         (b'data: {"type": "speech.audio.delta"}\n\n', "without valid base64", True),
         (b'data: {"type": "speech.audio.delta", "audio": "a"}\n\n', "without valid base64", True),
         (DONE + delta(b"ab"), "after speech.audio.done", True),
+        (b'event: error\ndata: {"message": "boom"}\n\n', "boom", False),
+        (b"event: error\ndata: boom\n\n", "boom", False),
+        (b"event: error\n\n", "an error event", False),
+        (b'data: {"detail": "boom"}\n\n', "boom", False),
+        (b'data: {"type": "response.error", "message": "boom"}\n\n', "boom", False),
+        (b'data: {"object": "error", "message": "\\ud800 boom"}\n\n', "[?] boom", False),
+        ('data: {"type": "speech.audio.delta", "audio": "é"}\n\n'.encode(), "without valid base64", True),
+        (b"data: " + b"[" * 100_000 + b"\n\n", "not JSON", True),
+        *(
+            (f'data: {{"type": "speech.audio.delta", "audio": "", "{key}": {value}}}\n\n'.encode(), key, True)
+            for key, value in [
+                ("sample_rate", "Infinity"),
+                ("sample_rate", "1e400"),
+                ("sample_rate", str(10**12)),
+                ("channels", "70000"),
+            ]
+        ),
     ],
 )
 def test_what_is_wrong_in_an_event_stream_is_said(event, message, malformed):
@@ -82,6 +99,46 @@ def test_json_where_audio_was_expected_is_malformed():
     with pytest.raises(BodyError, match="where audio was expected") as caught:
         read(RawBody({"content-type": "application/json"}), [b'{"ok": true}'])
     assert caught.value.malformed
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["text/html", "text/plain; charset=utf-8", "Application/JSON", "audio/mpeg", "audio/wav", "video/mp4", "x"],
+)
+@pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"\x00\x01" * 50_000, b""])
+def test_a_body_of_another_type_is_never_audio(content_type, body):
+    with pytest.raises(BodyError, match="where audio was expected") as caught:
+        read(body_reader({"content-type": content_type}), [body])
+    assert caught.value.malformed
+
+
+@pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"data: {}\n\n", b'{"detail": 1}', b"oops", b"x" * 200_000])
+def test_text_without_a_content_type_is_no_audio(body):
+    with pytest.raises(BodyError, match="text without a content type"):
+        read(body_reader({}), [body[:5], body[5:]])
+
+
+@pytest.mark.parametrize(
+    ("content_type", "asked"),
+    [
+        (None, "pcm"),
+        ("Audio/PCM; rate=24000", "pcm"),
+        ("application/octet-stream", "pcm"),
+        ("audio/wav", "wav"),
+        ("audio/pcm", "wav"),
+    ],
+)
+def test_samples_of_a_fitting_type_are_audio(content_type, asked):
+    headers = {} if content_type is None else {"content-type": content_type}
+    assert read(body_reader(headers, asked), [b"ab\x00\x01"]) == (b"ab\x00\x01", True)
+
+
+def test_an_impossible_format_in_a_header_is_malformed():
+    with pytest.raises(BodyError, match="x-audio-channels is 70000"):
+        body_reader({"content-type": "audio/pcm", "x-audio-channels": "70000"})
+    header = _wav_header()
+    with pytest.raises(BodyError, match="sample rate is 4294967295"):
+        WavStripper().feed(header[:24] + b"\xff" * 4 + header[28:])
 
 
 def test_unknown_events_and_done_markers_are_passed_over():
@@ -107,6 +164,7 @@ def test_a_stream_without_a_wav_header_or_of_other_samples_is_malformed():
 
 def test_the_reader_follows_the_content_type():
     assert isinstance(body_reader({"content-type": "text/event-stream; charset=utf-8"}), SseBody)
+    assert isinstance(body_reader({"content-type": "Text/Event-Stream;x"}), SseBody)
     raw = body_reader({"content-type": "audio/pcm", "x-audio-sample-rate": "44100", "x-audio-channels": "2"})
     assert (raw.sample_rate, raw.channels) == (44_100, 2)
     unstated = body_reader({"x-audio-sample-rate": "fast"})
