@@ -22,7 +22,17 @@ from typing import Any
 
 from omni_speech_accel.settings import BLOCK, SettingsError, parse_block
 
-__all__ = ["ANY_CONNECTOR", "ONE_STAGE", "Block", "DeployFile", "check_blocks", "find_blocks", "read_chain"]
+__all__ = [
+    "ANY_CONNECTOR",
+    "ONE_STAGE",
+    "Block",
+    "DeployFile",
+    "check_blocks",
+    "check_shape",
+    "expanded",
+    "find_blocks",
+    "read_chain",
+]
 
 Loader = Callable[[Path], Mapping[str, Any]]
 
@@ -129,6 +139,82 @@ def _expand(text: str, asked_by: str) -> str:
         return found
 
     return _ENVIRONMENT.sub(value, text)
+
+
+def expanded(node: Any, asked_by: str) -> Any:
+    """A file's content with every ``${oc.env:NAME}`` replaced, for a loader that leaves them as they stand.
+
+    Raises:
+        FileNotFoundError: A variable is not set and has no default.
+    """
+    if isinstance(node, Mapping):
+        return {key: expanded(value, f"{asked_by}{key}: ") for key, value in node.items()}
+    if isinstance(node, list):
+        return [expanded(value, asked_by) for value in node]
+    if not isinstance(node, str):
+        return node
+    whole = _ENVIRONMENT.fullmatch(node)
+    if whole and whole["name"] not in os.environ and (whole["default"] or "").strip() == "null":
+        return None
+    return _expand(node, asked_by)
+
+
+def check_shape(content: Mapping[str, Any], file: str) -> None:
+    """Stop at what neither the host nor this package can read as a deploy: a list for a mapping, a stage without id.
+
+    Raises:
+        SettingsError: The first such place, with its file.
+    """
+    for name, connector in _mapping(content, "connectors", file).items():
+        _whole(connector, f"connectors.{name}", file)
+        _mapping(connector, "extra", file, f"connectors.{name}", null=False)
+    _check_stages(content, "", file)
+    for name in _mapping(content, "platforms", file):
+        _check_stages(_mapping(content["platforms"], name, file, "platforms"), f"platforms.{name}", file)
+
+
+def _wrong(file: str, place: str, wanted: str, value: Any) -> SettingsError:
+    return SettingsError(f"{file}: {place} must be {wanted}, not {value!r}")
+
+
+def _whole(value: Any, place: str, file: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(file, place, "a mapping", value)
+    return value
+
+
+def _mapping(node: Mapping[str, Any], key: Any, file: str, at: str = "", *, null: bool = True) -> Mapping[str, Any]:
+    """The mapping ``node[key]``, empty where there is none; ``null``: whether it may be null."""
+    if key not in node or (null and node[key] is None):
+        return {}
+    return _whole(node[key], f"{at}.{key}" if at else str(key), file)
+
+
+def _check_stages(node: Mapping[str, Any], at: str, file: str) -> None:
+    place = f"{at}.stages" if at else "stages"
+    stages = node.get("stages")
+    if stages is None:
+        return
+    if not isinstance(stages, list):
+        raise _wrong(file, place, "a list", stages)
+    for index, stage in enumerate(stages):
+        where = f"{place}[{index}]"
+        if "stage_id" not in _whole(stage, where, file):
+            raise SettingsError(f"{file}: {where} has no stage_id")
+        _mapping(stage, "engine_extras", file, where)
+        for side in ("input_connectors", "output_connectors"):
+            for key, connector in _mapping(stage, side, file, where).items():
+                if not isinstance(connector, str):
+                    edge = f"{where}.{side}.{key}"
+                    _mapping(_whole(connector, edge, file), "extra", file, edge, null=False)
+        for key in ("engine_args", "runtime"):
+            _mapping(stage, key, file, where, null=False)
+        for holder in (stage, stage.get("engine_args") or {}, stage.get("engine_extras") or {}):
+            config = holder.get("compilation_config")
+            sizes = config.get("cudagraph_capture_sizes") if isinstance(config, Mapping) else None
+            listed = isinstance(sizes, list) and all(isinstance(size, int | str) for size in sizes)
+            if sizes is not None and not listed:
+                raise _wrong(file, f"{where}.compilation_config.cudagraph_capture_sizes", "a list of numbers", sizes)
 
 
 def _matches(parts: tuple[_Part, ...], pattern: tuple[Any, ...]) -> bool:

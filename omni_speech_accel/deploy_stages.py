@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omni_speech_accel.deploy import Block, DeployFile, find_blocks
-from omni_speech_accel.settings import BLOCK
+from omni_speech_accel.settings import BLOCK, SettingsError
 
-__all__ = ["ADDITIONAL", "merged", "stage_ids", "stage_layers", "unreached"]
+__all__ = ["ADDITIONAL", "check_connectors", "merged", "stage_ids", "stage_layers", "unreached"]
 
 ADDITIONAL = "additional_config"
 _NESTED = frozenset(
@@ -150,6 +150,24 @@ def _references(content: Mapping[str, Any]) -> set[str]:
         for name in (stage.get(side) or {}).values()
         if isinstance(name, str)
     }
+
+
+def check_connectors(content: Mapping[str, Any], file: str) -> None:
+    """Stop at a connector that a stage of the merged deploy uses and the host cannot make.
+
+    Raises:
+        SettingsError: It has no ``name``, the kind of connector that the host makes.
+    """
+    known = content.get("connectors") or {}
+    used = {f"connectors.{name}": known[name] for name in _references(content) if name in known}
+    for stage in content.get("stages") or ():
+        for side in ("input_connectors", "output_connectors"):
+            for key, connector in (stage.get(side) or {}).items():
+                if isinstance(connector, Mapping):
+                    used[f"stages[{stage['stage_id']}].{side}.{key}"] = connector
+    for place, connector in used.items():
+        if "name" not in connector:
+            raise SettingsError(f"{file}: {place} has no name (name: SharedMemoryConnector, for one)")
 
 
 def unreached(content: Mapping[str, Any], platform: str | None, known: frozenset[int] | None = None) -> Block | None:

@@ -44,6 +44,7 @@ FILTER = "VLLM_PLUGINS"
 ENGINE_GROUP = "vllm.general_plugins"
 GRAPH_ITEMS_BLOCKED_BY = "ASCEND_LAUNCH_BLOCKING"
 ON, OFF, NOT_APPLIED, AVAILABLE = "on", "off", "not applied", "available"
+NO_PIPELINE = "the deploy does not say which pipeline it is for: add pipeline: <name>"
 METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 # Device nodes of the two drivers: NVIDIA's kernel module, and Ascend's.
 _NODES = (("npu", "/dev/davinci_manager"), ("cuda", "/dev/nvidiactl"))
@@ -274,8 +275,10 @@ def _item(patch: Patch, platform: str, view: DeployView | None) -> ItemStatus:
     asked = view.asked(patch.key) if view is not None else None
     wanted = asked is not None and asked.enabled
     if view is not None and not reason:
-        elsewhere = view.family is not None and view.family not in patch.stages
-        reason = f"acts on {patch.stages}, which this pipeline has not" if elsewhere else ""
+        if view.pipeline is None:
+            reason = NO_PIPELINE
+        elif view.family is None or view.family not in patch.stages:
+            reason = f"acts on {patch.stages}, which this pipeline has not"
         reason = reason or (view.obstacle(patch.key) if wanted else "")
     if view is None:
         state = NOT_APPLIED if reason else AVAILABLE
@@ -283,6 +286,7 @@ def _item(patch: Patch, platform: str, view: DeployView | None) -> ItemStatus:
         state = OFF
     else:
         state = NOT_APPLIED if reason else ON
+        reason = reason or view.remark(patch.key)
     return ItemStatus(
         key=patch.key,
         state=state,
@@ -313,6 +317,10 @@ def _deploy_notes(view: DeployView, items: Sequence[ItemStatus]) -> Iterator[Not
         yield Note("error", f"the host will refuse to start this deploy: {view.refusal}")
     if not view.blocks:
         yield Note("warning", f"{view.path} has no {PLUGIN} block: every stage runs stock.")
+    elif view.pipeline is None:
+        yield Note("warning", f"{view.path}: {NO_PIPELINE}; no item is counted as on.")
+    elif view.guess:
+        yield Note("hint", f"taken for pipeline: {view.pipeline}, for {view.guess}; a line that says so settles it.")
     for item in items:
         if item.explicit and item.state == NOT_APPLIED:
             yield Note("error", f"{item.key} is asked for by name and cannot be had: {item.reason}")

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from omni_speech_accel import host
-from omni_speech_accel.deploy import Block, DeployFile, check_blocks, read_chain
-from omni_speech_accel.deploy_stages import merged, stage_ids, stage_layers, unreached
+from omni_speech_accel.deploy import Block, DeployFile, check_blocks, check_shape, expanded, read_chain
+from omni_speech_accel.deploy_stages import check_connectors, merged, stage_ids, stage_layers, unreached
 from omni_speech_accel.overlays import PROFILES
 from omni_speech_accel.patches import PATCHES, Patch
+from omni_speech_accel.patches.deploy_config import explain, pipeline_of
 from omni_speech_accel.settings import BLOCK, ItemOptions, SettingsError, resolve
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class DeployView:
-    """A deploy YAML with its bases. ``report``: what the host says to it, where it was asked."""
+    """A deploy YAML with its bases. ``report``: what the host says to it, where it was asked.
+
+    ``guess``: what ``pipeline`` was guessed from, where no file says it.
+    """
 
     path: str
     files: tuple[DeployFile, ...]
@@ -52,6 +56,7 @@ class DeployView:
     blocks: tuple[Block, ...]
     items: Mapping[str, Asked]
     report: DeployReport | None = None
+    guess: str = ""
 
     def asked(self, item: str) -> Asked | None:
         """What the deploy says about ``item``; ``None`` where it has no block."""
@@ -62,7 +67,12 @@ class DeployView:
         if item != _FULL_GRAPH or self.report is None or self.report.graphs is None:
             return ""
         graphs = self.report.graphs
-        return "" if graphs.applied else graphs.reason
+        return "" if graphs.applied or graphs.satisfied else graphs.reason
+
+    def remark(self, item: str) -> str:
+        """What there is to say of ``item`` where nothing hinders it, or ``""``."""
+        graphs = self.report.graphs if self.report is not None and item == _FULL_GRAPH else None
+        return graphs.reason if graphs is not None and graphs.satisfied else ""
 
     @property
     def family(self) -> str | None:
@@ -75,14 +85,30 @@ class DeployView:
         return self.report.refusal if self.report is not None else ""
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, as the host's loader does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping, from keys that are all different."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is no valid YAML: {error}") from error
     if content is not None and not isinstance(content, Mapping):
         raise SettingsError(f"{path} holds no mapping")
-    return content or {}
+    found: Mapping[str, Any] = expanded(content or {}, f"{path}: ")
+    check_shape(found, str(path))
+    return found
 
 
 def _find(deploy_config: str | Path, stock: Path) -> Path:
@@ -91,13 +117,6 @@ def _find(deploy_config: str | Path, stock: Path) -> Path:
         if candidate.is_file() and (candidate == path or path.parent == Path(".")):
             return candidate
     return path
-
-
-def _pipeline(files: tuple[DeployFile, ...]) -> str | None:
-    for file in files:
-        if file.content.get("pipeline"):
-            return str(file.content["pipeline"])
-    return next((Path(file.path).stem for file in files if file.stock), None)
 
 
 def _options(item: ItemOptions) -> dict[str, Any]:
@@ -150,19 +169,20 @@ def read_deploy(deploy_config: str | Path, platform: str, *, ask_host: bool = Fa
     path = _find(deploy_config, stock)
     files = read_chain(path, _load, stock)
     blocks = check_blocks(files)
-    pipeline = _pipeline(files)
+    pipeline, guess = pipeline_of(files)
     content = merged(files)
+    check_connectors(content, str(path))
     check_blocks((DeployFile(str(path), content, False),))  # a place can be spoilt by another file of the chain
     lost = unreached(content, platform)
     if lost is not None:
         source = next((block.where for block in blocks if block.place == lost.place), lost.place)
         raise SettingsError(f"{BLOCK}: {source}: {lost.problem}")
-    view = DeployView(str(path), files, pipeline, blocks, _asked(content, pipeline, platform))
-    if location is None or not (ask_host or pipeline == _FISH):
+    view = DeployView(str(path), files, pipeline, blocks, _asked(content, pipeline, platform), guess=guess)
+    # The host refuses some deploys on NPU; which, it alone can tell where the pipeline is unknown.
+    unknown = pipeline is None and platform == "npu"
+    if location is None or not (ask_host or unknown or pipeline == _FISH):
         return view
-    from omni_speech_accel.patches.deploy_config import explain
-
-    report = explain(path, platform=platform)
+    report = explain(path, pipeline=pipeline, platform=platform)
     if report.error:
         raise SettingsError(report.error)
-    return DeployView(view.path, files, report.pipeline or pipeline, blocks, view.items, report)
+    return replace(view, pipeline=report.pipeline or pipeline, report=report)

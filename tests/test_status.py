@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from omni_speech_accel import host, status
 from omni_speech_accel.patches import PATCHES
 from omni_speech_accel.settings import SettingsError
 from omni_speech_accel.status import Platform, collect
 
+HAS_FISH = host.fit(next(patch for patch in PATCHES if patch.key == "fish_omni_full_graph")).applies
 CUDA, NPU, CPU = (Platform(name, "test") for name in ("cuda", "npu", "cpu"))
 
 
@@ -53,6 +55,18 @@ def deploy(tmp_path: Path, block: Any, *, base: str = "minicpmo_4_5.yaml") -> Pa
         "connectors": {"connector_of_shared_memory": {"extra": {"omni_speech_accel": block}}},
     }
     path.write_text(json.dumps(content))
+    return path
+
+
+def copied(tmp_path: Path, name: str, base: str = "minicpmo_4_5.yaml", **more: Any) -> Path:
+    """A copy of a host deploy file under a new name, a block and the changes ``more`` in it."""
+    location = host.host_info().location
+    assert location is not None
+    content = yaml.safe_load((location / "deploy" / base).read_text())
+    content.pop("pipeline", None)
+    next(iter(content["connectors"].values()))["extra"]["omni_speech_accel"] = True
+    path = tmp_path / name
+    path.write_text(yaml.safe_dump({**content, **more}))
     return path
 
 
@@ -231,10 +245,7 @@ def test_a_file_that_is_no_mapping_is_an_error(tmp_path: Path, text: str) -> Non
         collect(path, platform=CUDA)
 
 
-@pytest.mark.skipif(
-    not host.fit(next(patch for patch in PATCHES if patch.key == "fish_omni_full_graph")).applies,
-    reason="this host has no fish_omni",
-)
+@pytest.mark.skipif(not HAS_FISH, reason="this host has no fish_omni")
 @pytest.mark.usefixtures("plugins")
 def test_a_stage_zero_runner_that_npu_refuses_is_told_before_the_server_fails(tmp_path: Path) -> None:
     found = collect(deploy(tmp_path, True, base="fish_omni.yaml"), platform=NPU)
@@ -243,6 +254,130 @@ def test_a_stage_zero_runner_that_npu_refuses_is_told_before_the_server_fails(tm
     assert any("the host will refuse to start this deploy" in text for text in errors(found))
     assert found.exit_code == 1
     assert items(found)["sync_free_prompt"].state == "not applied"
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize("name", ["minicpmo_4_5.yaml", "minicpmo_4_5_2gpu.yaml", "mine.yaml"])
+def test_a_copy_of_the_hosts_file_is_told_by_name_or_keys(tmp_path: Path, name: str) -> None:
+    found = collect(copied(tmp_path, name), platform=CUDA)
+    assert found.deploy is not None
+    assert found.deploy.pipeline == "minicpmo_4_5"
+    assert items(found)["sync_free_prompt"].state == "on"
+    assert items(found)["fish_omni_full_graph"].state != "on"
+    assert any(note.level == "hint" and "taken for pipeline: minicpmo_4_5" in note.text for note in found.notes)
+
+
+@pytest.mark.skipif(not HAS_FISH, reason="this host has no fish_omni")
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize("kind", ["same name", "other name", "link as base"])
+def test_copies_of_fish_omni_are_judged_as_it_is(tmp_path: Path, kind: str) -> None:
+    location = host.host_info().location
+    assert location is not None
+    path = copied(tmp_path, "fish_omni.yaml" if kind == "same name" else "mine.yaml", "fish_omni.yaml")
+    if kind == "link as base":
+        (tmp_path / "base.yaml").symlink_to(location / "deploy" / "fish_omni.yaml")
+        shm = {"extra": {"omni_speech_accel": True}}
+        path.write_text(yaml.safe_dump({"base_config": "base.yaml", "connectors": {"connector_of_shared_memory": shm}}))
+    found = collect(path, platform=NPU)
+    assert found.deploy is not None
+    assert found.deploy.pipeline == "fish_omni"
+    assert "Model Runner V2 is not supported on NPU" in found.deploy.refusal
+    assert {key for key, item in items(found).items() if item.state == "on"} <= {"fish_omni_full_graph"}
+    assert found.exit_code == 1
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_deploy_that_does_not_tell_its_pipeline_has_no_item_on(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    content: dict[str, Any] = {
+        "connectors": {"c": {"name": "SharedMemoryConnector", "extra": {"omni_speech_accel": {"s3_graph": True}}}},
+        "stages": [
+            {"stage_id": 1, "output_connectors": {"to_stage_2": "c"}},
+            {"stage_id": 2, "input_connectors": {"from_stage_1": "c"}},
+        ],
+    }
+    path.write_text(yaml.safe_dump(content))
+    found = collect(path, platform=CUDA)
+    assert "on" not in {item.state for item in found.items}
+    assert "add pipeline: <name>" in items(found)["s3_graph"].reason
+    assert found.exit_code == 1
+    path.write_text(yaml.safe_dump({**content, "pipeline": "minicpmo_4_5"}))
+    assert items(collect(path, platform=CUDA))["s3_graph"].state == "on"
+    path.write_text(yaml.safe_dump({**content, "pipeline": "qwen3_tts"}))
+    assert "which this pipeline has not" in items(collect(path, platform=CUDA))["s3_graph"].reason
+    if HAS_FISH:
+        content["stages"].append({"stage_id": 0, "model_runner": "v2"})
+        path.write_text(yaml.safe_dump(content))
+        unknown = collect(path, platform=NPU).deploy
+        assert unknown is not None
+        assert "Model Runner V2" in unknown.refusal
+
+
+@pytest.mark.skipif(not HAS_FISH, reason="this host has no fish_omni")
+@pytest.mark.usefixtures("plugins")
+def test_an_item_that_finds_nothing_to_change_is_on(tmp_path: Path) -> None:
+    path = deploy(tmp_path, {"fish_omni_full_graph": {"keep_piecewise_above": True}}, base="fish_omni.yaml")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "platforms": {"npu": {"model_runner": "v1"}}}))
+    found = collect(path, platform=NPU)
+    item = items(found)["fish_omni_full_graph"]
+    assert (item.state, item.reason) == ("on", "the host's deploy asks for the same already")
+    assert (errors(found), found.exit_code) == ([], 0)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_value_from_the_environment_is_read_as_the_host_reads_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = deploy(tmp_path, {"s3_graph": "${oc.env:GRAPH}", "speaker_graph": "${oc.env:NOT_SET_HERE,false}"})
+    path.write_text(json.dumps({**json.loads(path.read_text()), "platforms": "${oc.env:NOT_SET_HERE,null}"}))
+    for word, state in (("true", "on"), ("false", "off")):
+        monkeypatch.setenv("GRAPH", word)
+        found = items(collect(path, platform=CUDA))
+        assert (found["s3_graph"].state, found["speaker_graph"].state) == (state, "off")
+    monkeypatch.delenv("GRAPH")
+    with pytest.raises(FileNotFoundError, match=r"my\.yaml.*s3_graph: the environment variable GRAPH is not set"):
+        collect(path, platform=CUDA)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_key_that_is_there_twice_is_an_error_as_on_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("connectors: {}\nconnectors: {}\n")
+    with pytest.raises(SettingsError, match=r"(?s)bad\.yaml.*duplicate key connectors.*line 2"):
+        collect(path, platform=CUDA)
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize("base", ["minicpmo_4_5.yaml", *(["fish_omni.yaml"] if HAS_FISH else [])])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"connectors": [1]}, "connectors must be a mapping"),
+        ({"connectors": {"c": None}}, "connectors.c must be a mapping"),
+        ({"connectors": {"c": {"extra": None}}}, "connectors.c.extra must be a mapping"),
+        ({"stages": {"a": 1}}, "stages must be a list"),
+        ({"stages": [{}]}, "stages[0] has no stage_id"),
+        ({"stages": [None]}, "stages[0] must be a mapping"),
+        ({"stages": [{"stage_id": 0, "engine_args": None}]}, "stages[0].engine_args must be a mapping"),
+        (
+            {"stages": [{"stage_id": 0, "compilation_config": {"cudagraph_capture_sizes": 8}}]},
+            "cudagraph_capture_sizes must be a list of numbers",
+        ),
+        ({"stages": [{"stage_id": 0, "output_connectors": {"to_stage_1": {"extra": {}}}}]}, "to_stage_1 has no name"),
+        ({"platforms": {"npu": [1]}}, "platforms.npu must be a mapping"),
+        ({"platforms": {"npu": {"stages": [None]}}}, "platforms.npu.stages[0] must be a mapping"),
+        ({"base_config": None, "connectors": {"c": {"extra": {}}}, "stages": [{
+            "stage_id": 0, "output_connectors": {"to_stage_1": "c"}}]}, "connectors.c has no name"),
+    ],
+)  # fmt: skip
+def test_a_deploy_of_the_wrong_shape_is_an_error_with_its_place(
+    tmp_path: Path, base: str, content: dict[str, Any], words: str
+) -> None:
+    path = deploy(tmp_path, True, base=base)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **content}))
+    with pytest.raises(SettingsError, match=r"my\.yaml") as error:
+        collect(path, platform=NPU)
+    assert words in str(error.value)
 
 
 @pytest.mark.usefixtures("plugins")

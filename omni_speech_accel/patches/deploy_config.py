@@ -18,15 +18,25 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from omni_speech_accel import host
-from omni_speech_accel.deploy import Block, DeployFile, check_blocks, find_blocks, read_chain
-from omni_speech_accel.deploy_stages import ADDITIONAL, unreached
+from omni_speech_accel.deploy import Block, DeployFile, check_blocks, check_shape, find_blocks, read_chain
+from omni_speech_accel.deploy_stages import ADDITIONAL, check_connectors, merged, unreached
 from omni_speech_accel.patches import fish_omni_full_graph, patch_for
 from omni_speech_accel.patches.fish_omni_full_graph import GraphReport
 from omni_speech_accel.plugin import killed
 from omni_speech_accel.settings import BLOCK, FullGraphOptions, Settings, SettingsError, parse_block, resolve
 
-__all__ = ["DeployReport", "HostPipeline", "StageItems", "explain", "from_pipeline_config", "host_pipelines"]
+__all__ = [
+    "DeployReport",
+    "HostPipeline",
+    "StageItems",
+    "explain",
+    "from_pipeline_config",
+    "host_pipelines",
+    "pipeline_of",
+]
 
 logger = logging.getLogger("vllm.omni_speech_accel")
 
@@ -85,7 +95,10 @@ class DeployReport:
 
 @dataclass(frozen=True)
 class _Deploy:
-    """A deploy config as the host loads it, with the files it came from."""
+    """A deploy config as the host loads it, with the files it came from.
+
+    A config object of the caller's stands first among ``files``, and ``baseline`` is what it was made from.
+    """
 
     config: Any
     path: str | None
@@ -139,11 +152,13 @@ def _load(pipeline_cfg: Any, user_deploy_config: Any, deploy_config_path: str | 
 
     deploy, path = omni_config._get_deploy_config(pipeline_cfg, user_deploy_config, deploy_config_path)
     folder = Path(omni_config._DEPLOY_DIR)
-    if path is not None:
-        return _Deploy(deploy, path, read_chain(Path(path), _load_yaml, folder), None)
+    files = () if path is None else read_chain(Path(path), _load_yaml, folder)
+    if user_deploy_config is None and path is not None:
+        return _Deploy(deploy, path, files, None)
     name = getattr(pipeline_cfg, "default_deploy_config_name", None)
-    baseline = _content(load_deploy_config(folder / name)) if name else {}
-    return _Deploy(deploy, None, (DeployFile(_OBJECT, _content(deploy), False),), baseline)
+    source = path or (folder / name if name else None)
+    baseline = {} if source is None else _content(load_deploy_config(source))
+    return _Deploy(deploy, path, (DeployFile(_OBJECT, _content(deploy), False), *files), baseline)
 
 
 def _effective(deploy: Any, platform: str | None) -> Any:
@@ -225,7 +240,7 @@ def _check(deploy: _Deploy, platform: str | None, cli: Mapping[str, Any], stage_
         SettingsError: A block is wrong, or stands where it reaches no stage.
     """
     blocks = list(check_blocks(deploy.files))
-    if deploy.path is not None:  # a caller may have put a block into the object that it loaded
+    if deploy.baseline is None:  # a place can be spoilt by another file of the chain
         blocks += check_blocks((DeployFile(_OBJECT, _content(deploy.config), False),))
     for block in _cli_blocks(cli):
         parse_block(block.value, f"{block.file}{block.place}")
@@ -352,13 +367,81 @@ def host_pipelines() -> dict[str, HostPipeline]:
     return found
 
 
-def _pipeline_of(files: tuple[DeployFile, ...], config: Any) -> str | None:
-    """The pipeline that a deploy is for: what it says, or whose default file its chain ends in."""
-    if config.pipeline is not None:
-        return str(config.pipeline)
-    names = {Path(file.path).name for file in files if file.stock}
-    fitting = [key for key, entry in host_pipelines().items() if entry.default_deploy_config_name in names]
-    return fitting[0] if len(fitting) == 1 else None
+def _named(file: DeployFile, folder: Path) -> str | None:
+    """The pipeline of the host's deploy file that ``file`` is, links followed, or has the name of."""
+    names = {}
+    for key, entry in host_pipelines().items():
+        names[key] = key
+        if entry.default_deploy_config_name:
+            names[Path(entry.default_deploy_config_name).stem] = key
+    for path in (Path(file.path).resolve(), Path(file.path)):
+        if (folder / path.name).is_file():
+            # A variant carries its pipeline's name in front: step_audio_2_async_chunk.yaml.
+            fitting = [name for name in names if f"{path.stem}_".startswith(f"{name}_")]
+            if fitting:
+                return names[max(fitting, key=len)]
+    return None
+
+
+def _extra_keys(content: Mapping[str, Any]) -> set[str]:
+    connectors = (content.get("connectors") or {}).values()
+    extras = [connector.get("extra") for connector in connectors if isinstance(connector, Mapping)]
+    return {str(key) for extra in extras if isinstance(extra, Mapping) for key in extra}
+
+
+@lru_cache(maxsize=4)
+def _own_keys(folder: Path) -> dict[str, str]:
+    """``{key: pipeline}`` of the connector ``extra`` keys that the host's deploy files have for one pipeline alone."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found: dict[str, set[str | None]] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        content = yaml.load(path.read_text(encoding="utf-8"), loader)
+        if isinstance(content, Mapping):
+            pipeline = content.get("pipeline") or _named(DeployFile(str(path), content, True), folder)
+            for key in _extra_keys(content):
+                found.setdefault(key, set()).add(pipeline)
+    single = {key: next(iter(pipelines)) for key, pipelines in found.items() if len(pipelines) == 1}
+    return {key: pipeline for key, pipeline in single.items() if pipeline is not None}
+
+
+def pipeline_of(files: tuple[DeployFile, ...]) -> tuple[str | None, str]:
+    """The pipeline that a deploy is for, and what it was guessed from (``""``: the chain says it).
+
+    It is what a file says, else the one whose host file ends the chain. A copy of a host file is told by its
+    name, then by keys that the host's files have for one pipeline alone.
+    """
+    content = merged(files)
+    if content.get("pipeline"):
+        return str(content["pipeline"]), ""
+    location = host.host_info().location
+    if location is None:
+        return None, ""
+    folder = location / "deploy"
+    for stock in (True, False):
+        for file in files:
+            pipeline = _named(file, folder) if file.stock is stock else None
+            if pipeline is not None:
+                return pipeline, "" if stock else f"{file.path} has the name of the host's file"
+    own = _own_keys(folder)
+    keys = sorted(_extra_keys(content) & set(own))
+    fitting = {own[key] for key in keys}
+    if len(fitting) == 1:
+        return fitting.pop(), f"{', '.join(keys[:2])} among the connectors' keys"
+    return None, ""
+
+
+def _check_files(path: Path) -> None:
+    """Stop at a deploy file that the host cannot read, with its place instead of the host's traceback.
+
+    Raises:
+        SettingsError: Content of the wrong shape, or a connector without a name.
+    """
+    from vllm_omni.config import omni_config
+
+    files = read_chain(path, _load_yaml, Path(omni_config._DEPLOY_DIR))
+    for file in files:
+        check_shape(file.content, file.path)
+    check_connectors(merged(files), str(path))
 
 
 def explain(
@@ -389,11 +472,16 @@ def explain(
     try:
         if path is None and (known is None or known.default_deploy_config_name is None):
             raise ValueError(f"this host has no deploy for the pipeline {pipeline}")
-        deploy = _load(known, None, path)
+        if path is not None and Path(path).is_file():
+            _check_files(Path(path))
+        try:
+            deploy = _load(known, None, path)
+            refusal = _refusal(deploy.config, platform)
+        except (AttributeError, KeyError, TypeError) as problem:
+            raise SettingsError(f"{path}: the host cannot read it: {type(problem).__name__}: {problem}") from problem
         files, path = deploy.files, deploy.path
-        pipeline = pipeline or _pipeline_of(files, deploy.config)
+        pipeline = pipeline or pipeline_of(files)[0]
         known = host_pipelines().get(pipeline or "")
-        refusal = _refusal(deploy.config, platform)
         _check(deploy, platform, cli, _stage_ids(known))
         blocks = tuple(block.where for file in files for block in find_blocks(file.content, file.path))
         effective = _effective(deploy.config, platform)
@@ -406,7 +494,7 @@ def explain(
         stages = tuple(found)
         if pipeline == fish_omni_full_graph.PIPELINE:
             graphs, _ = _graphs(pipeline, deploy, platform, cli)
-    except (SettingsError, OSError, ValueError) as problem:
+    except (SettingsError, OSError, ValueError, yaml.YAMLError) as problem:
         error = str(problem)
         judged = host.fit(patch_for(fish_omni_full_graph.KEY))
         if pipeline == fish_omni_full_graph.PIPELINE and not judged.applies:

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from omni_speech_accel.deploy import DeployFile
 from omni_speech_accel.settings import FullGraphOptions
 
@@ -44,9 +46,14 @@ _COMPILATION = "compilation_config"
 _EAGER = "enforce_eager"
 _SIZES = "cudagraph_capture_sizes"
 _MAX_SIZE = "max_cudagraph_capture_size"
+_STREAMS = "max_num_seqs"
+_TOKENS = "max_num_batched_tokens"
 _GRAPH_KEYS = (_COMPILATION, _EAGER, _SIZES, _MAX_SIZE)
 # A lower optimization level on the command line means other graphs than the deploy file's, too.
 _CLI_KEYS = (*_GRAPH_KEYS, "optimization_level")
+
+_BOOL: TypeAdapter[bool] = TypeAdapter(bool)
+_INT: TypeAdapter[int] = TypeAdapter(int)
 
 _DEFAULT_MAX_SIZE = 512
 """vllm.config.VllmConfig._set_cudagraph_sizes: the ceiling of the default sizes outside one CUDA family."""
@@ -55,6 +62,8 @@ _DEFAULT_MAX_SIZE = 512
 @dataclass(frozen=True)
 class GraphReport:
     """What the item does to one deploy, or why it does nothing.
+
+    ``satisfied``: nothing is changed because the host's own deploy asks for the same.
 
     ``mode_*`` is ``None`` and ``sizes_*`` is ``None`` where the deploy leaves
     the choice to vLLM. ``user_settings`` names what the user set by hand for
@@ -72,6 +81,7 @@ class GraphReport:
     sizes_after: tuple[int, ...] | None = None
     max_num_seqs: int | None = None
     user_settings: tuple[str, ...] = ()
+    satisfied: bool = False
     item: str = KEY
     stage: int = STAGE
 
@@ -79,7 +89,7 @@ class GraphReport:
         """One line for a log or a terminal."""
         head = f"{self.item}: {self.pipeline} stage {self.stage} on {self.platform}: "
         if not self.applied:
-            return head + f"not applied: {self.reason}"
+            return head + ("nothing to change: " if self.satisfied else "not applied: ") + self.reason
         return head + (
             f"{self.mode_before or 'no mode set'} -> {self.mode_after}, capture sizes "
             f"{_span(self.sizes_before)} -> {_span(self.sizes_after)}"
@@ -103,6 +113,8 @@ def capture_sizes(
     listed: tuple[int, ...] | None,
     fallback: tuple[int, ...] | None = None,
     keep_above: bool = False,
+    max_size: int | None = None,
+    max_tokens: int | None = None,
 ) -> tuple[int, ...]:
     """Capture sizes in rows, ascending.
 
@@ -111,12 +123,16 @@ def capture_sizes(
         listed: Sizes that stock would capture, ``None`` where it leaves them to vLLM.
         fallback: A grid to take the sizes up to ``max_num_seqs`` from where none is listed.
         keep_above: Keep the sizes above ``max_num_seqs`` that stock would capture.
+        max_size: The ceiling that stock sets where it lists no sizes.
+        max_tokens: The stage's ``max_num_batched_tokens``; no larger size is ever captured.
     """
     grid = listed or fallback or default_sizes(max_num_seqs)
     sizes = {size for size in grid if size <= max_num_seqs} | {max_num_seqs}
     if keep_above:
-        stock = listed or default_sizes(min(2 * max_num_seqs, _DEFAULT_MAX_SIZE))
-        sizes |= {size for size in stock if size > max_num_seqs}
+        ceiling = max_size or min(2 * max_num_seqs, _DEFAULT_MAX_SIZE)
+        full = (max_tokens,) if max_tokens and max_tokens <= ceiling else ()  # vLLM captures a full step as well
+        stock = listed or (*default_sizes(ceiling), *full)
+        sizes |= {size for size in stock if max_num_seqs < size <= (max_tokens or size)}
     return tuple(sorted(sizes))
 
 
@@ -132,34 +148,65 @@ def _entries(content: Mapping[str, Any], platform: str | None) -> Iterator[tuple
                 yield scope, f"{place}[{STAGE}]", entry
 
 
-def _holders(entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _holders(
+    scope: str, entry: Mapping[str, Any], arguments_alone: bool = False
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The mappings of an entry that the host reads: of a platform's entry with ``engine_args``, these alone.
+
+    ``arguments_alone``: another file of the chain gives the platform's entry ``engine_args``.
+    """
+    nested = {name: entry[name] for name in ("engine_args", "engine_extras") if isinstance(entry.get(name), Mapping)}
+    if scope == "platform" and (arguments_alone or "engine_args" in nested):
+        arguments = nested.get("engine_args", {})
+        yield ".engine_args", arguments
+        if isinstance(arguments.get("engine_extras"), Mapping):
+            yield ".engine_args.engine_extras", arguments["engine_extras"]
+        return
     yield "", entry
-    for nested in ("engine_args", "engine_extras"):
-        if isinstance(entry.get(nested), Mapping):
-            yield f".{nested}", entry[nested]
+    for name, holder in nested.items():
+        yield f".{name}", holder
 
 
-def _graph_keys(content: Mapping[str, Any], platform: str | None) -> dict[tuple[str, str, str], Any]:
-    """``{(scope, place, key): value}`` of the graph settings that a deploy file makes for stage 0."""
+def _graph_keys(
+    content: Mapping[str, Any], platform: str | None, arguments_alone: bool
+) -> dict[tuple[str, str, str], Any]:
+    """``{(scope, place, key): value}`` of the graph settings that a deploy file makes for stage 0; a null sets none."""
     return {
         (scope, f"{place}{nested}.{key}", key): holder[key]
         for scope, place, entry in _entries(content, platform)
-        for nested, holder in _holders(entry)
+        for nested, holder in _holders(scope, entry, arguments_alone)
         for key in _GRAPH_KEYS
-        if key in holder
+        if holder.get(key) is not None
     }
 
 
+def _flag(value: Any) -> bool:
+    """A switch as the host reads it: ``"false"`` is false."""
+    try:
+        return value is not None and _BOOL.validate_python(value)
+    except ValidationError:
+        return bool(value)  # the host will refuse it
+
+
+def _number(value: Any) -> int | None:
+    """A number as the host reads it: ``"16"`` is 16. ``None`` where it is none."""
+    try:
+        return None if value is None else _INT.validate_python(value)
+    except ValidationError:
+        return None
+
+
 def _chooses(key: str, value: Any) -> bool:
-    """``enforce_eager: false`` asks for graphs and leaves open which; everything else is a choice."""
-    return key != _EAGER or value not in (False, None)
+    """``enforce_eager: false`` asks for graphs and leaves open which, a null sets nothing; the rest is a choice."""
+    return _flag(value) if key == _EAGER else value is not None
 
 
 @dataclass(frozen=True)
 class _User:
-    """The user's own graph settings: the ones that win over the item, and the keys set per scope."""
+    """The user's own graph settings: ``(key, name)`` of the command line's and the files' choices, keys per scope."""
 
-    choices: tuple[str, ...]
+    cli: tuple[str, ...]
+    files: tuple[tuple[str, str], ...]
     stage_keys: frozenset[str]
     platform_keys: frozenset[str]
 
@@ -169,25 +216,30 @@ def _user(
     cli: Mapping[str, Any],
     platform: str | None,
     baseline: Mapping[str, Any] | None,
+    platforms: Mapping[str, Any] | None,
 ) -> _User:
-    choices = [
+    flags = tuple(
         f"--{name.replace('_', '-')}"
         for key in _CLI_KEYS
         for name in (f"stage_{STAGE}_{key}", key)
-        if cli.get(name) is not None and _chooses(key, cli[name])
-    ]
-    stock = _graph_keys(baseline or {}, platform)
+        if cli.get(name) is not None and _chooses(key, _cli_value(cli, key))
+    )
+    choices: list[tuple[str, str]] = []
+    merged = _entries({"platforms": platforms}, platform)
+    arguments_alone = any("engine_args" in entry for _, _, entry in merged)
+    stock = _graph_keys(baseline or {}, platform, arguments_alone)
     keys: dict[str, set[str]] = {"stage": set(), "platform": set()}
-    for file in files:
+    for number, file in enumerate(files):
         if file.stock:
             continue
-        for (scope, place, key), value in _graph_keys(file.content, platform).items():
-            if baseline is not None and stock.get((scope, place, key), _graph_keys) == value:
+        for where, value in _graph_keys(file.content, platform, arguments_alone).items():
+            if number == 0 and baseline is not None and stock.get(where) == value:
                 continue
+            scope, place, key = where
             keys[scope].add(key)
             if _chooses(key, value):
-                choices.append(f"{file.path}: {place}")
-    return _User(tuple(choices), frozenset(keys["stage"]), frozenset(keys["platform"]))
+                choices.append((key, f"{file.path}: {place}"))
+    return _User(flags, tuple(choices), frozenset(keys["stage"]), frozenset(keys["platform"]))
 
 
 def _stage_of(deploy: Any) -> Any:
@@ -202,7 +254,7 @@ def _value(stage: Any, key: str) -> Any:
 def _drop_platform_keys(deploy: Any, platform: str | None, keys: frozenset[str]) -> None:
     for scope, _, entry in _entries({"platforms": deploy.platforms}, platform):
         if scope == "platform":
-            for _, holder in _holders(entry):
+            for _, holder in _holders(scope, entry):
                 for key in keys:
                     holder.pop(key, None)  # type: ignore[attr-defined]
 
@@ -216,16 +268,29 @@ def _cli_value(cli: Mapping[str, Any], key: str) -> Any:
     return found
 
 
+def _starts_with(stage: Any, cli: Mapping[str, Any], key: str) -> Any:
+    """The value that the stage starts with, the command line included."""
+    over = _cli_value(cli, key)
+    return _value(stage, key) if over is None else over
+
+
+def _compilation(stage: Any, cli: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The stage's compilation config as a mapping; a config object of the caller's replaces the deploy's."""
+    own, over = _value(stage, _COMPILATION), _cli_value(cli, _COMPILATION)
+    if over is not None and not isinstance(over, Mapping):
+        return {key: getattr(over, key, None) for key in ("cudagraph_mode", _SIZES, _MAX_SIZE)}
+    return {**(own if isinstance(own, Mapping) else {}), **(over or {})}
+
+
 def _view(stage: Any, cli: Mapping[str, Any]) -> tuple[str | None, tuple[int, ...] | None]:
     """Mode and sizes that the stage starts with, the command line included."""
-    if _cli_value(cli, _EAGER) or (_value(stage, _EAGER) and _cli_value(cli, _EAGER) is None):
+    if _flag(_starts_with(stage, cli, _EAGER)):
         return "NONE", ()
-    own = _value(stage, _COMPILATION)
-    over = _cli_value(cli, _COMPILATION)
-    merged = {**(own if isinstance(own, Mapping) else {}), **(over if isinstance(over, Mapping) else {})}
-    mode = merged.get("cudagraph_mode")
-    sizes = _cli_value(cli, _SIZES) or merged.get(_SIZES)
-    return None if mode is None else getattr(mode, "name", str(mode)), None if sizes is None else tuple(sizes)
+    config = _compilation(stage, cli)
+    mode = config.get("cudagraph_mode")
+    sizes = _cli_value(cli, _SIZES) or config.get(_SIZES)
+    numbers = None if sizes is None else tuple(int(size) for size in sizes)
+    return None if mode is None else getattr(mode, "name", str(mode)), numbers
 
 
 def _listed(config: Any) -> tuple[int, ...] | None:
@@ -255,8 +320,8 @@ def plan(
         options: The item's options at stage 0, ``None`` where its block is absent.
         files: The deploy files, the overlay first.
         cli: The host's ``cli_overrides``.
-        baseline: Content of the host's default deploy; given where ``files`` stands for a config object
-            without a file, so that only what differs counts as set by the caller.
+        baseline: What the first of ``files`` was made from; given where that stands for a caller's config
+            object, so that only what differs counts as set by the caller.
         unfit: Why the item does not fit this host, or ``""``.
     """
     cli = cli or {}
@@ -277,44 +342,56 @@ def plan(
 
     stock = _stage_of(effective(deploy))
     mode, sizes = _view(stock, cli)
-    user = _user(files, cli, platform, baseline)
-    max_num_seqs = _cli_value(cli, "max_num_seqs") or stock.max_num_seqs
+    user = _user(files, cli, platform, baseline, deploy.platforms)
+    max_num_seqs = _number(_starts_with(stock, cli, _STREAMS))
     seen: dict[str, Any] = {
         "mode_before": mode,
         "mode_after": mode,
         "sizes_before": sizes,
         "sizes_after": sizes,
         "max_num_seqs": max_num_seqs,
-        "user_settings": user.choices,
     }
     edited = copy.deepcopy(deploy)
     # The host lets a platform block win over stages[]: without this a setting
     # of the user's would lose to the host's own platform block.
     promoted = user.stage_keys - user.platform_keys
     _drop_platform_keys(edited, platform, promoted)
-    if user.choices:
-        seen["mode_after"], seen["sizes_after"] = _view(_stage_of(effective(edited)), cli)
-        return no(f"the user's own setting wins ({user.choices[0]})", **seen), edited if promoted else None
-    if _value(_stage_of(effective(edited)), _EAGER):
+    ours = _stage_of(effective(edited))
+    # A file's choice that a stronger place takes back is none any more.
+    choices = user.cli + tuple(name for key, name in user.files if _chooses(key, _starts_with(ours, cli, key)))
+    seen["user_settings"] = choices
+    if choices:
+        seen["mode_after"], seen["sizes_after"] = _view(ours, cli)
+        return no(f"the user's own setting wins ({choices[0]})", **seen), edited if promoted else None
+    if _flag(_starts_with(ours, cli, _EAGER)):
         return no(f"the host's deploy runs the stage eager ({_EAGER}: true)", **seen), None
-    if not isinstance(max_num_seqs, int):
+    if max_num_seqs is None:
         return no("max_num_seqs is set neither in the deploy nor on the command line", **seen), None
 
-    config = _value(stock, _COMPILATION)
+    config = _compilation(stock, cli)
+    max_tokens = _number(_starts_with(stock, cli, _TOKENS))
     wanted = capture_sizes(
-        max_num_seqs, sizes, _listed(_value(_stage_of(deploy), _COMPILATION)), options.keep_piecewise_above
+        max_num_seqs,
+        _listed(config),
+        _listed(_value(_stage_of(deploy), _COMPILATION)),
+        options.keep_piecewise_above,
+        _number(_starts_with(stock, cli, _MAX_SIZE) or config.get(_MAX_SIZE)),
+        max_tokens,
     )
     if mode == MODE and sizes is not None and tuple(sorted(sizes)) == wanted:
-        return no("the host's deploy asks for the same already", **seen), None
+        return no("the host's deploy asks for the same already", satisfied=True, **seen), None
     stage = _stage_of(edited)
     _drop_platform_keys(edited, platform, frozenset({_COMPILATION, _SIZES, _MAX_SIZE}))
     for key in (_COMPILATION, _SIZES, _MAX_SIZE):
         stage.engine_extras.pop(key, None)
     stage.compilation_config = {
-        **(copy.deepcopy(dict(config)) if isinstance(config, Mapping) else {}),
+        **copy.deepcopy(dict(config)),
         "cudagraph_mode": MODE,
         _SIZES: list(wanted),
-        _MAX_SIZE: wanted[-1],  # vLLM stops where it is set and differs from the largest size
+        _MAX_SIZE: wanted[-1],
     }
+    if wanted[-1] > max_num_seqs and max_tokens is None:
+        # vLLM drops sizes above its own token budget, and stops where the largest left is not the one set here.
+        del stage.compilation_config[_MAX_SIZE]
     seen["mode_after"], seen["sizes_after"] = _view(_stage_of(effective(edited)), cli)
     return GraphReport(pipeline, platform, asked, True, "", **seen), edited

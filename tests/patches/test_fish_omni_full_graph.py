@@ -244,7 +244,8 @@ def test_host_that_asks_for_the_same_is_left_alone(npu: None, block_host: Path, 
     report = explain(overlay(tmp_path, block_host / "fish_omni.yaml"), platform="npu").graphs
     assert report is not None
     assert not report.applied
-    assert "already" in report.reason
+    assert report.satisfied
+    assert "nothing to change: the host's deploy asks for the same already" in report.line()
 
 
 @needs_fish
@@ -346,6 +347,141 @@ def test_setting_in_a_config_object_without_a_file_is_the_callers(npu: None, blo
     assert graphs(build(None, user_deploy_config=deploy)) == ("FULL_AND_PIECEWISE", TO_64, 64)
     deploy.platforms["npu"]["stages"][0]["compilation_config"] = {"cudagraph_mode": "NONE"}
     assert graphs(build(None, user_deploy_config=deploy))[0] == "NONE"
+
+
+@needs_fish
+@pytest.mark.parametrize("where", ["stage", "platform", "extras"])
+def test_callers_object_wins_over_the_path_that_it_came_from(
+    npu: None, block_host: Path, tmp_path: Path, where: str
+) -> None:
+    path = overlay(tmp_path, block_host / "fish_omni.yaml")
+    deploy = stage_config.load_deploy_config(path)
+    none = {"compilation_config": {"cudagraph_mode": "NONE"}}
+    if where == "platform":
+        deploy.platforms["npu"]["stages"][0].update(none)
+    elif where == "stage":
+        deploy.stages[0].compilation_config = none["compilation_config"]
+    else:
+        deploy.stages[0].engine_extras.update(none)
+    assert graphs(build(path, user_deploy_config=deploy))[0] == "NONE"
+
+
+@needs_fish
+def test_callers_object_that_takes_a_files_choice_back_lets_the_item_act(
+    npu: None, block_host: Path, tmp_path: Path
+) -> None:
+    path = overlay(tmp_path, block_host / "fish_omni.yaml", stages=[{"stage_id": 0, "enforce_eager": True}])
+    deploy = stage_config.load_deploy_config(path)
+    deploy.stages[0].enforce_eager = False
+    assert graphs(build(path, user_deploy_config=deploy)) == ("FULL_AND_PIECEWISE", TO_64, 64)
+
+
+@needs_fish
+def test_choice_that_a_higher_file_or_the_command_line_takes_back_is_none(
+    npu: None, block_host: Path, tmp_path: Path
+) -> None:
+    full = ("FULL_AND_PIECEWISE", TO_64, 64)
+    low = write(tmp_path / "low.yaml", block_host / "fish_omni.yaml", stages=[{"stage_id": 0, "enforce_eager": True}])
+    assert graphs(build(overlay(tmp_path, low)))[0] == "PIECEWISE"
+    assert graphs(build(overlay(tmp_path, low), cli={"enforce_eager": False})) == full
+    top = overlay(tmp_path, low, stages=[{"stage_id": 0, "enforce_eager": False}])
+    assert graphs(build(top)) == full
+
+
+@needs_fish
+def test_command_line_takes_the_hosts_eager_back(npu: None, block_host: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load((block_host / "fish_omni.yaml").read_text())
+    content["platforms"]["npu"]["stages"][0]["enforce_eager"] = True
+    (block_host / "fish_omni.yaml").write_text(yaml.safe_dump(content))
+    path = overlay(tmp_path, block_host / "fish_omni.yaml")
+    assert graphs(build(path, cli={"stage_0_enforce_eager": False})) == ("FULL_AND_PIECEWISE", TO_64, 64)
+
+
+@needs_fish
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"engine_args": {"max_num_seqs": 64}, "enforce_eager": True},
+        {"engine_args": {"max_num_seqs": 64}, "compilation_config": {"cudagraph_mode": "NONE"}},
+        {"compilation_config": None},
+        {"enforce_eager": None},
+        {"enforce_eager": "false"},
+        {"enforce_eager": "${oc.env:EAGER}"},
+    ],
+    ids=["eager beside engine_args", "config beside engine_args", "null config", "null eager", "text", "environment"],
+)
+def test_setting_that_the_host_reads_as_none_is_no_choice(
+    npu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("EAGER", "false")
+    entry = {"stage_id": 0, "max_num_seqs": 64, **setting}
+    path = overlay(tmp_path, platforms={"npu": {**RUNNER, "stages": [entry]}})
+    assert graphs(build(path)) == ("FULL_AND_PIECEWISE", TO_64, 64)
+
+
+@needs_fish
+def test_flat_key_beside_the_hosts_engine_args_is_no_choice(npu: None, block_host: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load((block_host / "fish_omni.yaml").read_text())
+    content["platforms"]["npu"]["stages"] = [{"stage_id": 0, "engine_args": {"max_num_seqs": 64}}]
+    (block_host / "fish_omni.yaml").write_text(yaml.safe_dump(content))
+    flat = {"npu": {"stages": [{"stage_id": 0, "compilation_config": {"cudagraph_mode": "NONE"}}]}}
+    path = overlay(tmp_path, block_host / "fish_omni.yaml", platforms=flat)
+    assert graphs(stock(path))[0] == "FULL_AND_PIECEWISE"
+    assert graphs(build(path)) == ("FULL_AND_PIECEWISE", TO_64, 64)
+
+
+@needs_fish
+@pytest.mark.parametrize("place", ["stage", "platform"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"engine_extras": {"max_num_seqs": 16}},
+        {"max_num_seqs": "16"},
+        {"max_num_seqs": 16.0},
+        {"max_num_seqs": "${oc.env:STREAMS}"},
+    ],
+    ids=["extras", "text", "float", "environment"],
+)
+def test_streams_are_read_as_the_host_reads_them(
+    npu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, setting: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("STREAMS", "16")
+    stages = [{"stage_id": 0, **setting}]
+    content: dict[str, Any] = {"platforms": {"npu": dict(RUNNER)}}
+    (content if place == "stage" else content["platforms"]["npu"])["stages"] = stages
+    path = overlay(tmp_path, **content)
+    config = build(path)
+    assert config.stage_by_id(0).scheduler_config.max_num_seqs == 16
+    assert graphs(config) == ("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16], 16)
+
+
+@needs_fish
+def test_kept_sizes_never_exceed_the_token_budget(npu: None, block_host: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load((block_host / "fish_omni.yaml").read_text())
+    host_stage = content["platforms"]["npu"]["stages"][0]
+    host_stage["compilation_config"]["cudagraph_capture_sizes"] = [1, 2, 4, 64, 2048, 4096]
+    (block_host / "fish_omni.yaml").write_text(yaml.safe_dump(content))
+    keep = {SHM: {"extra": {BLOCK: {"fish_omni_full_graph": {"keep_piecewise_above": True}}}}}
+    stages = [{"stage_id": 0, "max_num_batched_tokens": 2048}]
+    path = overlay(tmp_path, block_host / "fish_omni.yaml", connectors=keep, stages=stages)
+    assert graphs(build(path)) == ("FULL_AND_PIECEWISE", [1, 2, 4, 64, 2048], 2048)
+    path = overlay(
+        tmp_path,
+        block_host / "fish_omni.yaml",
+        connectors=keep,
+        stages=[{"stage_id": 0, "max_num_batched_tokens": None}],
+    )
+    assert graphs(build(path)) == ("FULL_AND_PIECEWISE", [1, 2, 4, 64, 2048, 4096], None)
+
+
+@needs_fish
+def test_kept_sizes_reach_the_hosts_own_ceiling(npu: None, block_host: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load((block_host / "fish_omni.yaml").read_text())
+    content["platforms"]["npu"]["stages"][0]["compilation_config"]["max_cudagraph_capture_size"] = 1024
+    (block_host / "fish_omni.yaml").write_text(yaml.safe_dump(content))
+    keep = {SHM: {"extra": {BLOCK: {"fish_omni_full_graph": {"keep_piecewise_above": True}}}}}
+    mode, sizes, largest = graphs(build(overlay(tmp_path, block_host / "fish_omni.yaml", connectors=keep)))
+    assert (mode, tuple(sizes or ()), largest) == ("FULL_AND_PIECEWISE", default_sizes(1024), 1024)
 
 
 # Stock stays stock
@@ -615,6 +751,31 @@ def test_runner_that_npu_refuses_is_told_beforehand(npu: None, tmp_path: Path) -
 
 
 @needs_fish
+def test_explain_with_a_config_object_on_the_command_line(block_host: Path, tmp_path: Path) -> None:
+    from vllm.config import CompilationConfig
+
+    cli = {"compilation_config": CompilationConfig(cudagraph_mode="NONE")}
+    report = explain(overlay(tmp_path, block_host / "fish_omni.yaml"), platform="npu", cli_overrides=cli).graphs
+    assert report is not None
+    assert (report.reason, report.mode_after) == ("the user's own setting wins (--compilation-config)", "NONE")
+
+
+@needs_fish
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"connectors": {SHM: None}}, f"connectors.{SHM} must be a mapping, not None"),
+        ({"stages": [{}]}, "stages[0] has no stage_id"),
+        ({"platforms": {"npu": [1]}}, "platforms.npu must be a mapping, not [1]"),
+    ],
+)
+def test_explain_of_a_deploy_of_the_wrong_shape_is_an_error_not_a_crash(
+    tmp_path: Path, content: dict[str, Any], words: str
+) -> None:
+    assert words in explain(overlay(tmp_path, **content), platform="npu").error
+
+
+@needs_fish
 def test_explain_needs_no_file(npu: None) -> None:
     report = explain(pipeline="fish_omni", platform="npu")
     assert report.deploy == str(DEPLOY / "fish_omni.yaml")
@@ -704,6 +865,11 @@ def test_max_num_seqs_is_always_captured_and_caps_the_sizes(
     assert keep or max(sizes) == streams
     if keep and listed is not None:
         assert max(sizes) == 4096
+
+
+def test_a_full_step_is_captured_below_the_hosts_ceiling() -> None:
+    sizes = capture_sizes(64, None, keep_above=True, max_size=1024, max_tokens=500)
+    assert sizes[-2:] == (496, 500)
 
 
 def test_kept_sizes_are_those_that_stock_would_capture() -> None:
