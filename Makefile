@@ -37,7 +37,7 @@ $(HOSTS:%=unit-%): unit-%: env-%
 $(HOSTS:%=server-%): server-%: env-%
 	$(call in,$*) pytest -m "server and not slow" -o cache_dir=.cache/pytest
 
-# Two real two-stage servers held against each other, and each fault in front of one; an hour and 12 GB on 2 cores.
+# Two real two-stage servers held against each other, and each fault in front of one; ten minutes and 12 GB on 2 cores.
 transitions: env-$(MAIN)
 	$(call in,$(MAIN)) pytest -m "server and slow" -o cache_dir=.cache/pytest tests/transitions
 
