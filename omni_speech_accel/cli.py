@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from enum import Enum
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omni_speech_accel import __version__
+from omni_speech_accel.results import ready_folder
 from omni_speech_accel.transitions.command import register as register_transitions
 
 if TYPE_CHECKING:
@@ -226,14 +226,6 @@ def _yaml(text: str, option: str) -> Any:
         raise SettingsError(f"{option}: no valid YAML: {error}") from error
 
 
-def _results(out: Path | None) -> None:
-    """Make the results' folder now: a run of minutes must not end in a place that cannot be written."""
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-
-
 def _host_platform() -> Any:
     """The platform that the host reports.
 
@@ -332,7 +324,7 @@ def verify(
     with _errors_reported(as_json), _stops_early(), _stdout_kept_clean() as console:
         from omni_speech_accel.bench.command import run_verify
 
-        _results(out)
+        ready_folder(out)
         report = run_verify(
             console,
             model=model,
@@ -421,7 +413,7 @@ def bench(
         from omni_speech_accel.bench.verify import select_items
 
         select_items(names)
-        _results(out)
+        ready_folder(out)
         report, files = run_bench(
             console,
             lambda platform: item_arms(names, platform),
@@ -489,7 +481,7 @@ def ab(
         from omni_speech_accel.bench.runner import Arm
 
         arms = [Arm("A", _block(a, "--a")), Arm("B", _block(b, "--b"))]
-        _results(out)
+        ready_folder(out)
         report, files = run_bench(
             console,
             lambda platform: arms,

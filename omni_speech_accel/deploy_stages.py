@@ -14,7 +14,7 @@ from typing import Any
 from omni_speech_accel.deploy import Block, DeployFile, find_blocks
 from omni_speech_accel.settings import BLOCK, SettingsError
 
-__all__ = ["ADDITIONAL", "check_connectors", "merged", "stage_ids", "stage_layers", "unreached"]
+__all__ = ["ADDITIONAL", "check_connectors", "check_reached", "merged", "stage_ids", "stage_layers", "unreached"]
 
 ADDITIONAL = "additional_config"
 _NESTED = frozenset(
@@ -209,3 +209,17 @@ def unreached(content: Mapping[str, Any], platform: str | None, known: frozenset
                 f"connectors.<name>.extra.{BLOCK} or {place}.{BLOCK}",
             )
     return None
+
+
+def check_reached(
+    content: Mapping[str, Any], platform: str | None, blocks: Sequence[Block], known: frozenset[int] | None = None
+) -> None:
+    """Stop at a block that reaches no stage (:func:`unreached`).
+
+    Raises:
+        SettingsError: There is one; named by its file where ``blocks`` knows it.
+    """
+    lost = unreached(content, platform, known)
+    if lost is not None:
+        source = next((block.where for block in blocks if block.place == lost.place), lost.place)
+        raise SettingsError(f"{BLOCK}: {source}: {lost.problem}")

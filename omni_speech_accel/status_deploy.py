@@ -13,20 +13,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from omni_speech_accel import host
 from omni_speech_accel.deploy import Block, DeployFile, check_blocks, check_shape, expanded, read_chain
-from omni_speech_accel.deploy_stages import check_connectors, merged, stage_ids, stage_layers, unreached
+from omni_speech_accel.deploy_stages import check_connectors, check_reached, merged, stage_ids, stage_layers
 from omni_speech_accel.overlays import PROFILES
 from omni_speech_accel.patches import PATCHES, Patch
-from omni_speech_accel.patches.deploy_config import explain, pipeline_of
-from omni_speech_accel.settings import BLOCK, ItemOptions, SettingsError, resolve
-
-if TYPE_CHECKING:
-    from omni_speech_accel.patches.deploy_config import DeployReport
+from omni_speech_accel.patches.deploy_config import DeployReport, explain, pipeline_of
+from omni_speech_accel.settings import ItemOptions, SettingsError, resolve
 
 __all__ = ["Asked", "DeployView", "read_deploy"]
 
@@ -173,10 +170,7 @@ def read_deploy(deploy_config: str | Path, platform: str, *, ask_host: bool = Fa
     content = merged(files)
     check_connectors(content, str(path))
     check_blocks((DeployFile(str(path), content, False),))  # a place can be spoilt by another file of the chain
-    lost = unreached(content, platform)
-    if lost is not None:
-        source = next((block.where for block in blocks if block.place == lost.place), lost.place)
-        raise SettingsError(f"{BLOCK}: {source}: {lost.problem}")
+    check_reached(content, platform, blocks)
     view = DeployView(str(path), files, pipeline, blocks, _asked(content, pipeline, platform), guess=guess)
     # The host refuses some deploys on NPU; which, it alone can tell where the pipeline is unknown.
     unknown = pipeline is None and platform == "npu"

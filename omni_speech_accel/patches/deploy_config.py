@@ -22,7 +22,7 @@ import yaml
 
 from omni_speech_accel import host
 from omni_speech_accel.deploy import Block, DeployFile, check_blocks, check_shape, find_blocks, read_chain
-from omni_speech_accel.deploy_stages import ADDITIONAL, check_connectors, merged, unreached
+from omni_speech_accel.deploy_stages import ADDITIONAL, check_connectors, check_reached, merged
 from omni_speech_accel.patches import fish_omni_full_graph, patch_for
 from omni_speech_accel.patches.fish_omni_full_graph import GraphReport
 from omni_speech_accel.plugin import killed
@@ -97,13 +97,19 @@ class DeployReport:
 class _Deploy:
     """A deploy config as the host loads it, with the files it came from.
 
-    A config object of the caller's stands first among ``files``, and ``baseline`` is what it was made from.
+    ``given``: it is the caller's own object; ``source`` is the file that it was made from, where there is one.
     """
 
     config: Any
     path: str | None
     files: tuple[DeployFile, ...]
-    baseline: Mapping[str, Any] | None
+    given: bool = False
+    source: Path | None = None
+
+    @property
+    def object_file(self) -> DeployFile:
+        """The config in the shape of a file of the chain."""
+        return DeployFile(_OBJECT, _content(self.config), False)
 
 
 def _load_yaml(path: Path) -> Mapping[str, Any]:
@@ -148,17 +154,24 @@ def _content(deploy: Any) -> dict[str, Any]:
 
 def _load(pipeline_cfg: Any, user_deploy_config: Any, deploy_config_path: str | None) -> _Deploy:
     from vllm_omni.config import omni_config
-    from vllm_omni.config.stage_config import load_deploy_config
 
     deploy, path = omni_config._get_deploy_config(pipeline_cfg, user_deploy_config, deploy_config_path)
     folder = Path(omni_config._DEPLOY_DIR)
     files = () if path is None else read_chain(Path(path), _load_yaml, folder)
     if user_deploy_config is None and path is not None:
-        return _Deploy(deploy, path, files, None)
+        return _Deploy(deploy, path, files)
     name = getattr(pipeline_cfg, "default_deploy_config_name", None)
-    source = path or (folder / name if name else None)
-    baseline = {} if source is None else _content(load_deploy_config(source))
-    return _Deploy(deploy, path, (DeployFile(_OBJECT, _content(deploy), False), *files), baseline)
+    source = Path(path) if path else folder / name if name else None
+    return _Deploy(deploy, path, files, True, source)
+
+
+def _baseline(deploy: _Deploy) -> Mapping[str, Any] | None:
+    """What the caller's object was made from, so that only what differs counts as set by the caller."""
+    from vllm_omni.config.stage_config import load_deploy_config
+
+    if not deploy.given:
+        return None
+    return {} if deploy.source is None else _content(load_deploy_config(deploy.source))
 
 
 def _effective(deploy: Any, platform: str | None) -> Any:
@@ -239,18 +252,16 @@ def _check(deploy: _Deploy, platform: str | None, cli: Mapping[str, Any], stage_
     Raises:
         SettingsError: A block is wrong, or stands where it reaches no stage.
     """
-    blocks = list(check_blocks(deploy.files))
-    if deploy.baseline is None:  # a place can be spoilt by another file of the chain
-        blocks += check_blocks((DeployFile(_OBJECT, _content(deploy.config), False),))
+    # The files first, since a message names a file where it can; the whole after them, since a caller may have put a
+    # block into it, and one file of the chain can spoil a place of another's.
+    whole = deploy.object_file
+    blocks = list(check_blocks((*deploy.files, whole)))
     for block in _cli_blocks(cli):
         parse_block(block.value, f"{block.file}{block.place}")
         blocks.append(block)
     if not blocks:
         return False
-    lost = unreached(_content(deploy.config), platform, stage_ids)
-    if lost is not None:
-        source = next((block.where for block in blocks if block.place == lost.place), lost.place)
-        raise SettingsError(f"{BLOCK}: {source}: {lost.problem}")
+    check_reached(whole.content, platform, blocks, stage_ids)
     return True
 
 
@@ -270,9 +281,9 @@ def _graphs(
         deploy=deploy.config,
         effective=effective,
         options=options,
-        files=deploy.files,
+        files=(deploy.object_file, *deploy.files) if deploy.given else deploy.files,
         cli=cli,
-        baseline=deploy.baseline,
+        baseline=_baseline(deploy),
         unfit="" if judged.applies else judged.reason,
     )
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
+
+from omni_speech_accel.results import ready_folder
 
 EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
@@ -78,13 +79,8 @@ def _require_finite(**options: float | None) -> None:
 
 
 def _try_folder(folder: Path | None, option: str) -> None:
-    """Make the folder now: a run of an hour must not end in a place that cannot be written."""
-    if folder is None:
-        return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        ready_folder(folder)
     except (OSError, ValueError) as error:
         raise _usage(f"{option}: {error}") from error
 

@@ -530,6 +530,22 @@ def test_minicpmo_with_a_block_is_stock(npu: None, tmp_path: Path) -> None:
     assert repr(build(path, MINICPMO_4_5_PIPELINE)) == repr(stock(path, MINICPMO_4_5_PIPELINE))
 
 
+@pytest.mark.parametrize(
+    ("connectors", "words"),
+    [
+        ({SHM: {"extra": {BLOCK: {"s3_grap": True}}}}, "did you mean"),
+        ({"typo": {"name": "SharedMemoryConnector", "extra": {BLOCK: True}}}, "no stage of this deploy uses"),
+    ],
+)
+def test_a_wrong_block_is_named_by_its_file_where_the_server_hands_in_file_and_object(
+    npu: None, tmp_path: Path, connectors: dict[str, Any], words: str
+) -> None:
+    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml", connectors=connectors)
+    with pytest.raises(SettingsError, match=words) as raised:
+        build(path, MINICPMO_4_5_PIPELINE, user_deploy_config=stage_config.load_deploy_config(path))
+    assert f"{path}: connectors." in str(raised.value)
+
+
 @needs_fish
 def test_callers_deploy_config_is_not_changed(npu: None, block_host: Path, tmp_path: Path) -> None:
     path = overlay(tmp_path, block_host / "fish_omni.yaml")
