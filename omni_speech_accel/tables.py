@@ -129,7 +129,22 @@ _PHASES = {
 
 
 def _items_on(arm: ArmReport) -> str:
-    return "no block" if arm.block is None else "\n".join(arm.on) or "none"
+    return "no block" if arm.block is None else ", ".join(arm.on) or "none"
+
+
+def _print_measured(console: Console, title: str | None, heads: list[str], rows: list[list[str]], words: int) -> None:
+    """A table whose numbers stand whole on any width: the columns of words fold, the first and those from ``words``."""
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for number, head in enumerate(heads):
+        if 0 < number < words:
+            longest = max(len(text) for text in [*head.split(), *(row[number] for row in rows)])
+            table.add_column(head, justify="right", min_width=longest)
+        else:
+            table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
 
 
 def print_bench(report: BenchReport, console: Console | None = None) -> None:
@@ -153,33 +168,27 @@ def print_bench(report: BenchReport, console: Console | None = None) -> None:
         rows = [row for row in report.summaries if row.phase == phase]
         if not rows:
             continue
-        table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
-        table.add_column("arm", no_wrap=True)
-        for name in ("median ms", "min", "max", f"{report.baseline} ms", "faster", "calls"):
-            table.add_column(name, justify="right", no_wrap=True)
+        cells = []
         for row in rows:
-            own = (f"{row.median_ms:.1f}", f"{row.min_ms:.1f}", f"{row.max_ms:.1f}")
+            own = [f"{row.median_ms:.1f}", f"{row.min_ms:.1f}", f"{row.max_ms:.1f}"]
             ratio = "?" if row.speedup is None else f"{row.speedup:.2f}x"
-            against = ("", "") if row.arm == report.baseline else (f"{row.baseline_ms:.1f}", ratio)
-            table.add_row(row.arm, *own, *against, str(row.count))
-        console.print()
-        console.print(table)
+            against = ["", ""] if row.arm == report.baseline else [f"{row.baseline_ms:.1f}", ratio]
+            cells.append([row.arm, *own, *against, str(row.count)])
+        heads = ["arm", "median ms", "min", "max", f"{report.baseline} ms", "faster", "calls"]
+        _print_measured(console, title, heads, cells, words=len(heads))
     console.print(
         f"\n{report.baseline} ms: its median in the passes taken in turns with the arm; faster: that over the arm's.",
         style="dim",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("arm", no_wrap=True)
-    for name in ("audio s", f"of {report.baseline}", "audio s per s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("items on", no_wrap=True)
+    cells = []
     refused: dict[str, str] = {}
     for arm in report.arms:
         ratio = "" if arm.audio_ratio is None else f"{arm.audio_ratio:.4f}"
         refused |= arm.not_applied
-        table.add_row(arm.name, f"{arm.audio_seconds:.1f}", ratio, f"{arm.realtime:.2f}", _items_on(arm))
-    console.print(table)
+        cells.append([arm.name, f"{arm.audio_seconds:.1f}", ratio, f"{arm.realtime:.2f}", _items_on(arm)])
+    heads = ["arm", "audio s", f"of {report.baseline}", "audio s per s", "items on"]
+    _print_measured(console, None, heads, cells, words=4)
     for name, reason in refused.items():
         console.print(f"{name}: not applied: {reason}", style="dim", highlight=False)
     for name, reason in report.idle.items():

@@ -58,7 +58,8 @@ def write_plot(path: Path, report: BenchReport) -> bool:
             if name != report.baseline:
                 axis.vlines(row.baseline_ms, position - 0.42, position + 0.42, color="#888888", linestyles="dashed")
             ratio = "" if row.speedup is None or name == report.baseline else f"  {row.speedup:.2f}x"
-            axis.text(row.max_ms, position, f"  {row.median_ms:.1f} ms{ratio}", va="center", fontsize=8)
+            beside = max(row.max_ms, row.baseline_ms)
+            axis.text(beside, position, f"  {row.median_ms:.1f} ms{ratio}", va="center", fontsize=8)
         axis.set_title(_TITLES[phase], fontsize=10)
         axis.set_xlabel(f"ms, median with min and max\ndashed: {report.baseline} in the same passes", fontsize=8)
         axis.margins(x=0.35)

@@ -25,7 +25,8 @@ from omni_speech_accel.tables import print_bench
 
 Run = tuple[BenchReport, runner.Waveforms, list[str]]
 WORK = Workload(streams=2, chunks=3, repeats=1)
-ITEM = Arm("sync_free_prompt", {patch.key: patch.key == "sync_free_prompt" for patch in PATCHES})
+KEYS = [patch.key for patch in PATCHES]
+ITEM = Arm("sync_free_prompt", {key: key == "sync_free_prompt" for key in KEYS})
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,29 @@ def test_table_shows_every_arm_of_every_phase(made: Run, capsys: pytest.CaptureF
     assert shown.count("sync_free_prompt") == 5
     assert "no block" in shown
     assert shown.count("stock ms") == 4
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_number_of_the_table_is_cut_on_a_narrow_terminal(
+    made: Run, width: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    long = "cold_reference_batch + cold_setup_precapture"
+    report = made[0]
+    slow = {"median_ms": 101366.4, "min_ms": 10234.5, "max_ms": 987654.3}
+    summaries = tuple(
+        row if row.arm == STOCK else replace(row, arm=long, speedup=12.34, **slow) for row in report.summaries
+    )
+    arms = tuple(arm if arm.name == STOCK else replace(arm, name=long, on=tuple(KEYS)) for arm in report.arms)
+    print_bench(replace(report, summaries=summaries, arms=arms), Console(width=width))
+    shown = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    for number in ("101366.4", "10234.5", "987654.3", "12.34x"):
+        assert shown.count(number) == len(PHASES), number
+    assert f"{arms[1].realtime:.2f}" in shown
+    assert f"{arms[1].audio_seconds:.1f}" in shown
+    assert max(map(len, shown.splitlines())) <= width
 
 
 def test_a_mixed_up_reference_stops_the_bench(
