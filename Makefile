@@ -26,6 +26,7 @@ $(HOSTS:%=env-%): env-%:
 
 lint: env-$(MAIN)
 	$(call in,$(MAIN)) ruff check --cache-dir .cache/ruff .
+	$(call in,$(MAIN)) ruff format --check --cache-dir .cache/ruff .
 	$(call in,$(MAIN)) mypy --cache-dir .cache/mypy
 
 # Two processes of one thread each: more threads only wait for each other at these sizes.

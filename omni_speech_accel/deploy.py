@@ -274,21 +274,25 @@ def find_blocks(content: Mapping[str, Any], file: str = "") -> Iterator[Block]:
     yield from _walk((), content, content, file)
 
 
-def _walk(parts: tuple[_Part, ...], node: Any, root: Mapping[str, Any], file: str) -> Iterator[Block]:
+def _walk(parts: tuple[_Part, ...], node: Any, root: Mapping[str, Any], file: str, flaw: str = "") -> Iterator[Block]:
+    """``flaw``: why no block below this node reaches a stage."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             name = str(key)
             if name == BLOCK:
-                yield Block(_dotted((*parts, name)), value, _problem(parts, root), file)
+                yield Block(_dotted((*parts, name)), value, flaw or _problem(parts, root), file)
             elif _misspelt(name):
                 yield Block(_dotted((*parts, name)), value, f'unknown key; did you mean "{BLOCK}"?', file)
             else:
-                yield from _walk((*parts, name), value, root, file)
+                yield from _walk((*parts, name), value, root, file, flaw)
     elif isinstance(node, list):
         for index, value in enumerate(node):
             stage = value.get("stage_id") if isinstance(value, Mapping) else None
-            number = stage if isinstance(stage, int) and not isinstance(stage, bool) else index
-            yield from _walk((*parts, number), value, root, file)
+            if isinstance(stage, int) and not isinstance(stage, bool):
+                yield from _walk((*parts, stage), value, root, file, flaw)
+            else:
+                wrong = f"the stage_id of this entry must be a number, not {stage!r}" if stage is not None else flaw
+                yield from _walk((*parts, index), value, root, file, wrong)
 
 
 def check_blocks(files: tuple[DeployFile, ...]) -> tuple[Block, ...]:

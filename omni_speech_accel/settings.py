@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from omni_speech_accel.plugin import kill_switch_problem
+
 __all__ = [
     "BLOCK",
     "ColdReferenceOptions",
@@ -188,10 +190,13 @@ def resolve(*layers: tuple[str, Any]) -> Settings:
         layers: ``(place, block)`` pairs. A block may be a bool or a mapping.
 
     Raises:
-        SettingsError: Any layer is wrong, overridden ones included.
+        SettingsError: Any layer is wrong, overridden ones included, or the kill switch has no known value.
     """
     if not layers:
         return Settings()
+    problem = kill_switch_problem()
+    if problem:
+        raise SettingsError(problem)
     merged: Any = None
     for place, block in layers:
         parse_block(block, place)

@@ -91,6 +91,12 @@ def test_platform_entry_with_engine_args_loses_its_flat_block() -> None:
     assert "platforms.npu.stages[2].engine_args.additional_config.omni_speech_accel" in block.problem
 
 
+@pytest.mark.parametrize("number", ["2", True, 2.0, [2]])
+def test_a_stage_id_that_is_no_number_is_named(number: object) -> None:
+    (block,) = find_blocks({"stages": [{"stage_id": number, "additional_config": {"omni_speech_accel": True}}]})
+    assert block.problem == f"the stage_id of this entry must be a number, not {number!r}"
+
+
 def test_stages_are_named_by_id_not_by_position() -> None:
     assert only_block("stages", 7, "additional_config").place == "stages[7].additional_config.omni_speech_accel"
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -80,6 +81,29 @@ def test_the_wheel_declares_its_entry_points_and_asks_for_no_heavy_package(wheel
     assert plain
     assert not plain & NEVER_OURS
     assert "License" in metadata
+
+
+def test_the_sdist_holds_every_file_of_the_repository(tmp_path: Path) -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    if files.returncode:
+        pytest.skip("not a git checkout: an unpacked sdist has nothing to be compared with")
+    tracked = {name for name in files.stdout.splitlines() if (ROOT / name).is_file()}
+    for name in tracked:
+        copy = tmp_path / "source" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy)
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", str(tmp_path / "dist"), "."],
+        cwd=tmp_path / "source",
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        held = {name.split("/", 1)[1] for name in opened.getnames() if "/" in name}
+    assert tracked - held == set()
 
 
 def test_installing_the_wheel_changes_no_other_package(wheel: Path) -> None:

@@ -103,6 +103,14 @@ def test_a_wrong_layer_is_refused_even_where_another_overrides_it() -> None:
         resolve(("extra", {"nope": 1}), ("additional", False))
 
 
+@pytest.mark.parametrize("value", ["disabled", "n", "none", "0.0"])
+def test_a_kill_switch_of_no_known_value_stops_a_stage_with_a_block(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNI_SPEECH_ACCEL", value)
+    with pytest.raises(SettingsError, match=f"OMNI_SPEECH_ACCEL={value} in the environment: takes 0, false, off or no"):
+        resolve(("connectors", True))
+    assert not resolve().present
+
+
 @given(st.dictionaries(st.sampled_from(KEYS), st.booleans()))
 def test_each_item_is_its_own_switch(block: dict[str, bool]) -> None:
     expected = {key for key in KEYS if block.get(key, key in DEFAULT_ON)}

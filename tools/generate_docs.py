@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the tables of README.md and docs/items.md from the patch table and the verified stacks.
 
-    python tools/generate_docs.py            # write
-    python tools/generate_docs.py --check    # exit 1 where a file differs
+python tools/generate_docs.py            # write
+python tools/generate_docs.py --check    # exit 1 where a file differs
 """
 
 from __future__ import annotations

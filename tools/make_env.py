@@ -54,12 +54,12 @@ MUST_IMPORT = (
 # torchvision registers fake kernels of these two operators on import, whether or not its own library, which declares
 # them, could be loaded ("operator torchvision::nms does not exist"). The host needs only its pure Python transforms;
 # calling a real operator still raises torchvision's own "Couldn't load custom C++ ops".
-TORCHVISION_MEND = '''
+TORCHVISION_MEND = """
 
 if not _has_ops():  # declared by tools/make_env.py: the C++ library of this wheel needs CUDA
     for _name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-'''
+"""
 
 
 class BuildError(RuntimeError):
@@ -142,7 +142,11 @@ class Environment:
         with self.log.open("a") as log:
             print("$", *command, file=log, flush=True)
             process = subprocess.Popen(
-                [str(part) for part in command], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                [str(part) for part in command],
+                cwd=REPO,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
                 env=environment,
             )
             assert process.stdout is not None
@@ -281,7 +285,9 @@ def relock(version: str, stack: dict[str, object]) -> Path:
     )
     listed = subprocess.run(
         [environment.python, "-m", "pip", "list", "--format=freeze", "--exclude", "pip"],
-        check=True, capture_output=True, text=True,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     target = LOCKS / f"{version}.txt"
     target.write_text("\n".join(sorted(listed.stdout.split(), key=str.lower)) + "\n")

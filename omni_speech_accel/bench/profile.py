@@ -12,6 +12,7 @@ import yaml
 
 from omni_speech_accel import host
 from omni_speech_accel.bench.errors import BenchError
+from omni_speech_accel.settings import BLOCK
 
 __all__ = ["StageProfile", "stage_profile"]
 
@@ -87,7 +88,7 @@ def stage_profile(platform: str, overrides: Mapping[str, Any] | None = None) -> 
     a small one keeps a run short, and says so in ``source``.
 
     Raises:
-        BenchError: The installed host ships no MiniCPM-o deploy YAML.
+        BenchError: The installed host ships no MiniCPM-o deploy YAML, or ``overrides`` holds a block of ours.
     """
     if platform == "cpu":
         profile = StageProfile(
@@ -98,6 +99,8 @@ def stage_profile(platform: str, overrides: Mapping[str, Any] | None = None) -> 
         profile = _shipped(platform)
     if not overrides:
         return profile
+    if BLOCK in overrides:
+        raise BenchError(f"{BLOCK} is no connector key here: the arms set it, stock has none")
     named = ", ".join(f"{key}={value}" for key, value in overrides.items())
     return StageProfile(
         source=f"{profile.source}; {named}",

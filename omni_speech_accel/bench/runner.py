@@ -233,6 +233,11 @@ class _ArmRun:
         self.arm = arm
         self.driver = Code2WavDriver(model, profile, block=arm.block, seed=seed)
         self.build_seconds = time.perf_counter() - started
+        if arm.block is None and self._on():
+            raise BenchError(f"{arm.name} has no block, and these items are on all the same: {', '.join(self._on())}")
+
+    def _on(self) -> tuple[str, ...]:
+        return tuple(patch.key for patch in PATCHES if self.driver.session.on(patch.key))
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
         self.driver.synchronize()
@@ -290,7 +295,7 @@ class _ArmRun:
         return ArmReport(
             name=self.arm.name,
             block=self.arm.block,
-            on=tuple(patch.key for patch in PATCHES if session.on(patch.key)),
+            on=self._on(),
             not_applied=session.not_applied,
             counters=session.snapshot(),
             audio_seconds=made,

@@ -202,7 +202,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         key="cold_reference_batch",
         summary="Cold references of one step: their initial CFM solved as one batch.",
-        why="Eight new voices in one step are eight CFM solves: 734 ms on 0.30.0, 170 ms on 0.32.0rc1 (H200, "
+        why="Eight new voices in one step are eight CFM solves: 692 ms on 0.30.0, 176 ms on 0.32.0rc1 (H200, "
         "full-size weights).",
         parity="states within the host's own spread over batch sizes (relative error <= 3e-4); bit-exact for a "
         "reference that is solved alone",
@@ -236,7 +236,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         key="cross_reference_decode",
         summary="Rows of different references in one decode batch.",
-        why="Eight voices at once are eight batches of one: 669 ms per chunk against 137 ms on 0.30.0, 170 ms against "
+        why="Eight voices at once are eight batches of one: 653 ms per chunk against 143 ms on 0.30.0, 170 ms against "
         "54 ms on 0.32.0rc1 (H200, full-size weights).",
         parity="each row equals the host's separate call within the host's own spread over batch sizes, given the same "
         "vocoder noise (drawn per call, so a seed gives other samples); bit-exact while all rows share a reference",

@@ -3,7 +3,7 @@
 
 Why: a reference that the setup cache does not hold costs one CFM solve over its
 whole length, and the cache holds one reference unless told otherwise. Eight new
-voices in one step are eight solves: 734 ms on 0.30.0 and 170 ms on 0.32.0rc1
+voices in one step are eight solves: 692 ms on 0.30.0 and 176 ms on 0.32.0rc1
 (one H200, full-size weights), of which a stacked solve needs about half or less.
 
 What: when the stage starts to decode, the wrapper of ``_iter_decode_batches``

@@ -2,8 +2,8 @@
 """Rows of different references in one decode batch.
 
 Why: the stage buckets a decode batch by reference first, so eight voices at
-once are eight batches of one: 669 ms for a chunk that takes 137 ms as one batch
-on 0.30.0, and 170 ms against 54 ms on 0.32.0rc1 (one H200, full-size weights).
+once are eight batches of one: 653 ms for a chunk that takes 143 ms as one batch
+on 0.30.0, and 170 ms against 56 ms on 0.32.0rc1 (one H200, full-size weights).
 
 What: the stage hands its buckets to ``_iter_decode_batches``, whose result it
 decodes one by one. The wrapper there joins buckets that differ in nothing but

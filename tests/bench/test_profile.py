@@ -38,6 +38,12 @@ def test_overrides_replace_extra_keys_and_are_named() -> None:
     assert found.extra["enable_cfm_graph"] is True
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_block_is_no_override_since_stock_would_have_it_too(platform: str) -> None:
+    with pytest.raises(BenchError, match="the arms set it, stock has none"):
+        stage_profile(platform, {"omni_speech_accel": True})
+
+
 def test_reference_length_is_the_stages() -> None:
     assert stage_profile("cuda").reference_seconds == 6.0
     assert stage_profile("cpu", {"ref_audio_max_seconds": 4.0}).reference_seconds == 4.0

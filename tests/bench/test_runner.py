@@ -201,6 +201,14 @@ def test_no_number_of_the_table_is_cut_on_a_narrow_terminal(
     assert max(map(len, shown.splitlines())) <= width
 
 
+def test_a_baseline_with_items_on_is_no_baseline(
+    platform: str, profile: StageProfile, small_checkpoint: Path, tmp_path: Path
+) -> None:
+    spoilt = replace(profile, extra={**profile.extra, "omni_speech_accel": {"speaker_device": False}})
+    with pytest.raises(BenchError, match="stock has no block, and these items are on all the same: sync_free_prompt"):
+        run([Arm(STOCK), ITEM], small_checkpoint, spoilt, WORK, platform, tmp_path)
+
+
 def test_a_mixed_up_reference_stops_the_bench(
     stock_stage: Code2WavDriver, profile: StageProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

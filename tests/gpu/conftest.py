@@ -30,9 +30,7 @@ def _devices_here() -> set[str]:
     """Device types that PyTorch can use. Asked of PyTorch, not of the host: the host takes 10 s to import."""
     npu = getattr(torch, "npu", None)
     return {
-        name
-        for name, module in (("cuda", torch.cuda), ("npu", npu))
-        if module is not None and module.is_available()
+        name for name, module in (("cuda", torch.cuda), ("npu", npu)) if module is not None and module.is_available()
     }
 
 

@@ -73,9 +73,7 @@ def test_second_run_does_nothing(tool: ModuleType, recorder: Recorder, tmp_path:
 
 
 @pytest.mark.parametrize("step", [*HOST_STEPS[1:]])
-def test_interrupted_host_build_starts_anew(
-    tool: ModuleType, recorder: Recorder, tmp_path: Path, step: str
-) -> None:
+def test_interrupted_host_build_starts_anew(tool: ModuleType, recorder: Recorder, tmp_path: Path, step: str) -> None:
     recorder.fails_at = step
     with pytest.raises(KeyboardInterrupt):
         tool.make("1.0", STACK, tmp_path / "env")

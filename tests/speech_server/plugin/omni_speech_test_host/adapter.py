@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``POST /v1/audio/speech`` whose ``input`` is a list of codec tokens instead of text.
 
-    {"input": "12 34 56 ...", "ref_audio": "data:audio/wav;base64,...", "response_format": "wav"}
+{"input": "12 34 56 ...", "ref_audio": "data:audio/wav;base64,...", "response_format": "wav"}
 """
 
 from __future__ import annotations
