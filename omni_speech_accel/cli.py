@@ -9,6 +9,7 @@ With `--json` a command prints one JSON document on stdout and nothing else.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -18,12 +19,13 @@ import warnings
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from omni_speech_accel import __version__
-from omni_speech_accel.results import ready_folder
+from omni_speech_accel.results import fail, ready_folder
 from omni_speech_accel.transitions.command import register as register_transitions
 
 if TYPE_CHECKING:
@@ -35,9 +37,40 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+READER_GONE = 141  # what a shell shows of a command that SIGPIPE ended
+_UsageError: Any = typer.BadParameter.__base__
+"""Every mistake that typer finds itself; typer brings its own copy of click, or uses the installed one."""
+
+
+class _Commands(TyperGroup):
+    """The commands; with ``--json`` among the arguments, what typer refuses is a document too."""
+
+    @contextlib.contextmanager
+    def _refusals_reported(self, arguments: list[str]) -> Iterator[None]:
+        try:
+            yield
+        except _UsageError as error:
+            if "--json" in arguments:
+                typer.echo(json.dumps({"error": error.format_message(), "exit_code": error.exit_code}, indent=2))
+            raise  # typer says it on stderr
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        """A context that keeps the arguments, which parsing uses up."""
+        arguments = list(args)
+        with self._refusals_reported(arguments):
+            context = super().make_context(info_name, args, *rest, **extra)
+        context.meta[__name__] = arguments
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
+        with self._refusals_reported(ctx.meta[__name__]):
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="omni-speech-accel",
+    cls=_Commands,
     help="Faster speech from stock vllm-omni: see what applies here, prove it, measure it, write its deploy YAML.",
     epilog="Start with `omni-speech-accel status`. Every command takes --help and, for machines, --json.",
     no_args_is_help=True,
@@ -113,15 +146,6 @@ def _root(
     del version
 
 
-def _fail(message: str, as_json: bool, code: int = WRONG_INPUT) -> typer.Exit:
-    """Say what is wrong, where the caller reads it."""
-    if as_json:
-        typer.echo(json.dumps({"error": message, "exit_code": code}, indent=2))
-    else:
-        typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
-    return typer.Exit(code)
-
-
 def _stdout_fd() -> int | None:
     """The file descriptor behind ``sys.stdout``, where there is one."""
     try:
@@ -165,9 +189,9 @@ def _errors_reported(as_json: bool) -> Iterator[None]:
     try:
         yield
     except (BenchError, SettingsError, OSError) as error:
-        raise _fail(str(error), as_json) from error
+        raise fail(str(error), as_json, WRONG_INPUT) from error
     except KeyboardInterrupt:
-        raise _fail("interrupted before there was anything to report", as_json, INTERRUPTED) from None
+        raise fail("interrupted before there was anything to report", as_json, INTERRUPTED) from None
 
 
 @contextlib.contextmanager
@@ -241,6 +265,11 @@ def _host_platform() -> Any:
         raise BenchError(f"--ask-host: vllm-omni cannot be imported here: {error}") from error
 
 
+def _not_a_file(path: str | None, error: FileNotFoundError) -> OSError:
+    """``error``, or what it hides: that a folder has this path."""
+    return IsADirectoryError(f"{path} is a folder") if path is not None and Path(path).is_dir() else error
+
+
 @app.command()
 def status(
     deploy_config: Annotated[
@@ -262,7 +291,8 @@ def status(
     applied and why, and whether the test-suite runs on this host's code ("verified") or only its shape fits ("by
     capability"). Prints the VLLM_PLUGINS value to use, and what in the environment would get in the way.
 
-    Exit code: 0 everything asked for applies; 1 something asked for cannot be had; 2 the deploy YAML is wrong.
+    Exit code: 0 everything asked for applies; 1 something asked for cannot be had; 2 the deploy YAML is wrong;
+    130 interrupted.
 
     Examples:
 
@@ -281,7 +311,10 @@ def status(
                 chosen = module.Platform(platform.value, "--platform")
             elif ask_host:
                 chosen = _host_platform()
-            found = module.collect(deploy_config, platform=chosen, ask_host=ask_host)
+            try:
+                found = module.collect(deploy_config, platform=chosen, ask_host=ask_host)
+            except FileNotFoundError as error:
+                raise _not_a_file(deploy_config, error) from error
     if as_json:
         typer.echo(found.as_json())
     else:
@@ -313,7 +346,7 @@ def verify(
     An item that needs another device is "not run", never "passed".
 
     Exit code: 0 nothing differs by more than stated; 1 an item failed, or one named by --items could not be checked;
-    2 wrong usage.
+    2 wrong usage; 130 interrupted before there was anything to report.
 
     Examples:
 
@@ -364,6 +397,8 @@ BenchSize = Annotated[
 
 
 def _report_bench(report: BenchReport, files: list[str], out: Path | None, as_json: bool) -> None:
+    from omni_speech_accel.bench.files import PLOT_HINT
+
     if as_json:
         typer.echo(report.as_json())
     else:
@@ -371,7 +406,9 @@ def _report_bench(report: BenchReport, files: list[str], out: Path | None, as_js
 
         print_bench(report)
         if out is not None:
-            typer.echo(f"\n{out}: {', '.join(files)}")
+            typer.echo(f"\n{out}: {', '.join(name for name in files if name != PLOT_HINT)}")
+    if PLOT_HINT in files:
+        typer.echo(PLOT_HINT, err=as_json)
     raise typer.Exit(OK if report.ok else FAILED)
 
 
@@ -398,7 +435,8 @@ def bench(
     discarded pass; each number is a median with least and most, and a ratio to stock of the same run. Checked on the
     way: each stream used the reference that it was given, and all arms made the same amount of audio.
 
-    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference.
+    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference;
+    130 interrupted before there was anything to report.
 
     Examples:
 
@@ -468,7 +506,8 @@ def ab(
 
     A block is what stands under omni_speech_accel in a deploy YAML; items that it does not name take their defaults.
 
-    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference.
+    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference;
+    130 interrupted before there was anything to report.
 
     Examples:
 
@@ -523,7 +562,7 @@ def _chosen(on: list[str], off: list[str], options: list[str]) -> dict[str, Any]
 
 
 def _profile(base: str, name: str | None, platform: PlatformName, place: Place | None, stage: int | None) -> Profile:
-    """The overlay's profile, by name or by the base's file name.
+    """The overlay's profile, by name or by the base's file name, for the devices that it is written for.
 
     Raises:
         SettingsError: No profile fits, or the place cannot be had.
@@ -535,19 +574,24 @@ def _profile(base: str, name: str | None, platform: PlatformName, place: Place |
     from omni_speech_accel.status import guess_platform
 
     keys = ", ".join(profile.key for profile in PROFILES)
-    device = guess_platform().name if platform is PlatformName.auto else platform.value
+    guessed = guess_platform()
+    device = guessed.name if platform is PlatformName.auto else platform.value
     found = next((profile for profile in PROFILES if profile.key == name), None) if name else None
     if found is None and name is None:
         candidates = (suggest_profile(base, known) for known in (device, "cuda", "npu"))
         found = next((profile for profile in candidates if profile is not None), None)
     if found is None:
         raise SettingsError(f"no model is known by {name or base}; name one by --profile: {keys}")
-    if place is None:
-        return found
+    # Not the CPU where a driver is merely missing: an overlay may be written on another machine than the server's.
+    cpu = device == "cpu" and name is None and "driver" not in guessed.source
+    if platform is not PlatformName.auto or device in found.platforms or cpu:
+        found = replace(found, devices=(device,))
+    if stage is not None and place is not Place.additional_config:
+        raise SettingsError("--stage is the stage of --place additional_config, which is not given")
     if place is Place.additional_config:
-        own = found.place[1] if found.place[0] == "stages" else 2
-        return replace(found, place=("stages", stage if stage is not None else own, "additional_config"))
-    if found.place[0] == "stages":
+        wanted = ("stages", found.stage if stage is None else stage, "additional_config")
+        return found if wanted == found.place else replace(found, place=wanted, place_note="")
+    if place is Place.connectors and found.place[0] == "stages":
         raise SettingsError(f"{found.base} has no connectors; the block belongs at stages[].additional_config")
     return found
 
@@ -576,7 +620,10 @@ def config(
     Redirect it into a file next to BASE and pass it to `vllm serve --omni --deploy-config`. BASE is written as an
     absolute path where it is the host's, since the host looks for a relative one beside the overlay.
 
-    Exit code: 0 printed; 2 an unknown item or option.
+    An item that the device or the installed host cannot have is off, with the reason.
+
+    Exit code: 0 printed; 2 an unknown item or option, or a BASE, stage or place in which no item could act;
+    130 interrupted.
 
     Examples:
 
@@ -584,12 +631,21 @@ def config(
 
         omni-speech-accel config minicpmo_4_5.yaml --off s3_graph --option speaker_graph.max_graphs=4
     """
+    from omni_speech_accel.overlay_check import check_overlay, replaced, unavailable
     from omni_speech_accel.overlays import render_overlay
 
     with _errors_reported(as_json):
         chosen = _chosen(_names(on), _names(off), option or [])
         found = _profile(base, profile, platform, place, stage)
-        text = render_overlay(_base_path(base), found, {**_unavailable_on_cpu(found, platform), **chosen})
+        path = _base_path(base)
+        reasons = unavailable(found)
+        here = Path(path).is_file()  # without a host, BASE may be a file of the server's
+        text = render_overlay(path, found, chosen, reasons, replaced(path, found) if here else {})
+        if here:
+            check_overlay(text, path, found, asked=profile is not None)
+        for item in chosen:
+            if chosen[item] is not False and item in reasons:
+                typer.echo(f"warning: {item} is switched on and will not be applied: {reasons[item]}", err=True)
     if as_json:
         import yaml
 
@@ -598,35 +654,35 @@ def config(
         typer.echo(text, nl=False)
 
 
-def _unavailable_on_cpu(profile: Profile, platform: PlatformName) -> dict[str, bool]:
-    """The profile's items that a CPU cannot have, off, where the overlay is for one."""
-    from omni_speech_accel.status import guess_platform
-
-    guessed = guess_platform()
-    # Not where a driver is merely missing: an overlay may be written on another machine than the server's.
-    here = platform is PlatformName.auto and guessed.name == "cpu" and "driver" not in guessed.source
-    if not here and platform is not PlatformName.cpu:
-        return {}
-    return {patch.key: False for patch in profile.items() if "cpu" not in patch.platforms}
-
-
 def _base_path(base: str) -> str:
     """``base`` as the overlay names it: the host's own file by its full path, any other as it was given.
 
     Raises:
-        SettingsError: There is no such file, neither here nor, for a bare name, among the host's.
+        IsADirectoryError: It is a folder.
+        SettingsError: There is no such file, neither here nor, for a bare name, among the host's, or its name cannot
+            be written.
     """
     from omni_speech_accel import host
     from omni_speech_accel.settings import SettingsError
 
-    location = host.host_info().location
-    if location is not None and Path(base).name == base and not Path(base).is_file():
-        stock = location / "deploy" / base
-        if stock.is_file():
-            return str(stock)
-    if not Path(base).is_file() and (location is not None or Path(base).name != base):
-        raise SettingsError(f"{base} does not exist" + (f", here or in {location / 'deploy'}" if location else ""))
-    return base
+    path, location = base, host.host_info().location
+    bare = Path(base).name == base
+    if not Path(base).is_file():
+        # The host's loader finds its own files by their bare name, with or without the suffix.
+        stock = [location / "deploy" / name for name in (base, f"{base}.yaml")] if location is not None and bare else []
+        found = next((candidate for candidate in stock if candidate.is_file()), None)
+        if found is not None:
+            path = str(found)
+        elif Path(base).is_dir():
+            raise IsADirectoryError(f"{base} is a folder")
+        elif location is not None or not bare:
+            raise SettingsError(f"{base} does not exist" + (f", here or in {location / 'deploy'}" if location else ""))
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        problem = "cannot be read in this locale, or is no UTF-8, so no YAML can hold it; try LC_ALL=C.UTF-8"
+        raise SettingsError(f"the name {path!r} {problem}") from error
+    return path
 
 
 register_transitions(app)
@@ -635,7 +691,31 @@ register_transitions(app)
 def main() -> None:
     """The console script."""
     logging.captureWarnings(True)
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path that the terminal cannot show
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:  # None where it was closed
+                sys.stdout.flush()
+    except SystemExit as done:
+        # rich and typer make exit code 1 of a closed pipe, which here says that an item cannot be had.
+        if isinstance(done.__context__, BrokenPipeError):
+            _stdout_is_gone(READER_GONE)
+        raise
+    except BrokenPipeError:
+        _stdout_is_gone(READER_GONE)
+    except OSError as error:
+        typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
+        _stdout_is_gone(WRONG_INPUT)
+
+
+def _stdout_is_gone(code: int) -> NoReturn:
+    """Exit with ``code``, and without a further word on what stdout still holds."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

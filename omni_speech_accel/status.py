@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel import __version__, host
 from omni_speech_accel.patches import PATCHES, Patch
-from omni_speech_accel.plugin import KILL_SWITCH, killed
+from omni_speech_accel.plugin import KILL_SWITCH, kill_switch_problem, killed
 
 if TYPE_CHECKING:
     from omni_speech_accel.status_deploy import DeployView
@@ -229,6 +229,9 @@ def _environment_notes(platform: str, plugin: PluginStatus, graphs_asked: bool) 
         yield Note("error", "vllm-omni is not installed in this environment: nothing to accelerate.")
     if killed():
         yield Note("warning", f"{KILL_SWITCH}={os.environ[KILL_SWITCH]} switches every item off.")
+    problem = kill_switch_problem()
+    if problem:
+        yield Note("error", f"{problem}. A stage with a block does not start.")
     if not plugin.installed:
         yield Note(
             "error",
@@ -321,6 +324,8 @@ def _deploy_notes(view: DeployView, items: Sequence[ItemStatus]) -> Iterator[Not
         yield Note("warning", f"{view.path}: {NO_PIPELINE}; no item is counted as on.")
     elif view.guess:
         yield Note("hint", f"taken for pipeline: {view.pipeline}, for {view.guess}; a line that says so settles it.")
+    for text in view.idle:
+        yield Note("warning", text)
     for item in items:
         if item.explicit and item.state == NOT_APPLIED:
             yield Note("error", f"{item.key} is asked for by name and cannot be had: {item.reason}")

@@ -9,8 +9,8 @@ whose item changes the deploy, and for any deploy where the caller wants it.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,26 @@ import yaml
 
 from omni_speech_accel import host
 from omni_speech_accel.deploy import Block, DeployFile, check_blocks, check_shape, expanded, read_chain
-from omni_speech_accel.deploy_stages import check_connectors, check_reached, merged, stage_ids, stage_layers
-from omni_speech_accel.overlays import PROFILES
+from omni_speech_accel.deploy_stages import (
+    ADDITIONAL,
+    check_additional,
+    check_connectors,
+    check_reached,
+    merged,
+    stage_ids,
+    stage_layers,
+)
+from omni_speech_accel.overlays import PROFILES, Profile
 from omni_speech_accel.patches import PATCHES, Patch
-from omni_speech_accel.patches.deploy_config import DeployReport, explain, pipeline_of
+from omni_speech_accel.patches.deploy_config import DeployReport, explain, host_pipelines, pipeline_of
 from omni_speech_accel.settings import ItemOptions, SettingsError, resolve
 
-__all__ = ["Asked", "DeployView", "read_deploy"]
+__all__ = ["Asked", "DeployView", "load_file", "read_deploy"]
 
 _FULL_GRAPH = "fish_omni_full_graph"
 _FISH = "fish_omni"
+_NEAR_MISS = 0.7
+"""difflib ratio from which a platform's name counts as a misspelt one; ``gpu`` and ``npu`` reach 0.67."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ class Asked:
 class DeployView:
     """A deploy YAML with its bases. ``report``: what the host says to it, where it was asked.
 
-    ``guess``: what ``pipeline`` was guessed from, where no file says it.
+    ``guess``: what ``pipeline`` was guessed from, where no file says it. ``idle``: why a block does nothing, for each
+    that stands in a good place and does nothing there.
     """
 
     path: str
@@ -54,6 +65,7 @@ class DeployView:
     items: Mapping[str, Asked]
     report: DeployReport | None = None
     guess: str = ""
+    idle: tuple[str, ...] = ()
 
     def asked(self, item: str) -> Asked | None:
         """What the deploy says about ``item``; ``None`` where it has no block."""
@@ -74,7 +86,8 @@ class DeployView:
     @property
     def family(self) -> str | None:
         """The model family that the table's ``stages`` texts speak of, where the pipeline is one that it knows."""
-        return _family(self.pipeline)
+        profile = _profile(self.pipeline)
+        return profile.family if profile is not None else None
 
     @property
     def refusal(self) -> str:
@@ -96,7 +109,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def load_file(path: Path) -> Mapping[str, Any]:
+    """A deploy file's content, its environment variables replaced.
+
+    Raises:
+        SettingsError: It is no YAML that the host could read as a deploy.
+    """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -120,14 +138,39 @@ def _options(item: ItemOptions) -> dict[str, Any]:
     return item.model_dump(exclude={"enabled"})
 
 
-def _family(pipeline: str | None) -> str | None:
-    return next((profile.family for profile in PROFILES if pipeline and profile.base == f"{pipeline}.yaml"), None)
+def _profile(pipeline: str | None) -> Profile | None:
+    return next((profile for profile in PROFILES if pipeline and profile.base == f"{pipeline}.yaml"), None)
 
 
-def _acts_in(patch: Patch, family: str | None, stages: Sequence[int]) -> Sequence[int]:
-    """The stages of a deploy whose settings decide on an item: the one that its row names, else any."""
-    named = re.search(rf"{re.escape(family)} stage (\d+)", patch.stages) if family else None
-    return [stage for stage in stages if named is None or stage == int(named[1])]
+def _acts_in(patch: Patch, profile: Profile | None, stages: Sequence[int]) -> Sequence[int]:
+    """The stages of a deploy whose settings decide on an item: the one that it acts in, else any."""
+    number = profile.acts_in(patch) if profile is not None else None
+    return [stage for stage in stages if number is None or stage == number]
+
+
+def _host_platforms() -> list[str]:
+    """Names of the platforms that the host has a package for, and ``cpu``, which is vLLM's own; none without a host."""
+    location = host.host_info().location
+    if location is None:
+        return []
+    return sorted({"cpu", *(path.parent.name for path in (location / "platforms").glob("*/platform.py"))})
+
+
+def _idle(blocks: Sequence[Block], profile: Profile | None) -> Iterator[str]:
+    """Why a block does nothing, for each that stands in a platform's section or at a stage and does nothing there."""
+    platforms = _host_platforms()
+    acting = sorted(profile.stages()) if profile is not None else []
+    for block in blocks:
+        section, _, stage = block.place.rpartition("stages[")
+        name = section.removeprefix("platforms.").removesuffix(".")
+        number = int(stage.split("]", 1)[0]) if f".{ADDITIONAL}." in stage else None
+        if section and platforms and name not in platforms:
+            near = difflib.get_close_matches(name.lower(), platforms, 1, _NEAR_MISS)
+            meant = f'; did you mean "{near[0]}"?' if near else "."
+            yield f'{block.where}: the host has no platform "{name}"{meant} It has {", ".join(platforms)}.'
+        elif profile is not None and number is not None and number not in acting:
+            stages = " and ".join(f"stage {one}" for one in acting)
+            yield f"{block.where}: no item acts in stage {number} of {profile.family}, only in {stages}."
 
 
 def _asked(content: Mapping[str, Any], pipeline: str | None, platform: str) -> dict[str, Asked]:
@@ -138,7 +181,7 @@ def _asked(content: Mapping[str, Any], pipeline: str | None, platform: str) -> d
     layers = {stage: stage_layers(content, stage, platform) for stage in stage_ids(content)}
     found: dict[str, Asked] = {}
     for patch in PATCHES:
-        for stage in _acts_in(patch, _family(pipeline), list(layers)):
+        for stage in _acts_in(patch, _profile(pipeline), list(layers)):
             settings = resolve(*layers[stage])
             known = found.get(patch.key)
             if not settings.present or (known is not None and (known.enabled or not settings.enabled(patch.key))):
@@ -164,14 +207,19 @@ def read_deploy(deploy_config: str | Path, platform: str, *, ask_host: bool = Fa
     location = host.host_info().location
     stock = (location or Path("/nonexistent")) / "deploy"
     path = _find(deploy_config, stock)
-    files = read_chain(path, _load, stock)
+    files = read_chain(path, load_file, stock)
     blocks = check_blocks(files)
     pipeline, guess = pipeline_of(files)
     content = merged(files)
     check_connectors(content, str(path))
+    check_additional(content, platform, str(path))
     check_blocks((DeployFile(str(path), content, False),))  # a place can be spoilt by another file of the chain
-    check_reached(content, platform, blocks)
-    view = DeployView(str(path), files, pipeline, blocks, _asked(content, pipeline, platform), guess=guess)
+    known = host_pipelines().get(pipeline or "")
+    numbers = frozenset(stage.stage_id for stage in known.stages) if known is not None and known.stages else None
+    check_reached(content, platform, blocks, numbers)
+    asked = _asked(content, pipeline, platform)
+    idle = tuple(_idle(blocks, _profile(pipeline)))
+    view = DeployView(str(path), files, pipeline, blocks, asked, guess=guess, idle=idle)
     # The host refuses some deploys on NPU; which, it alone can tell where the pipeline is unknown.
     unknown = pipeline is None and platform == "npu"
     if location is None or not (ask_host or unknown or pipeline == _FISH):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from omni_speech_accel.bench.runner import ArmReport, BenchReport
     from omni_speech_accel.bench.verify import ItemResult, VerifyReport
-    from omni_speech_accel.status import Status
+    from omni_speech_accel.status import ItemStatus, Status
 
 __all__ = ["print_bench", "print_status", "print_verify"]
 
@@ -30,6 +31,12 @@ _STYLES = {
 }
 
 
+_GAPS = 6
+"""Columns of a terminal between the four columns of the items' table."""
+_REASON = 14
+"""Columns of a terminal below which its reasons could not be read."""
+
+
 def _styled(word: str) -> Text:
     return Text(word, style=_STYLES.get(word, ""))
 
@@ -43,6 +50,36 @@ def _facts(console: Console, rows: list[tuple[str, str]]) -> None:
     console.print(table)
 
 
+def _filter(value: str | None) -> str:
+    if value is None:
+        return "unset: every plugin loads"
+    return value or "set and empty: no plugin loads"
+
+
+def _items_table(items: Sequence[ItemStatus], width: int) -> Table:
+    """The items with the words of their states whole on any width; their names fold where the reasons need the room."""
+    rows = []
+    for item in items:
+        fit = "" if item.state == "not applied" else "verified" if item.verified else "by capability"
+        rows.append((item.key, item.state, fit, item.reason or item.summary))
+    heads = ("item", "state", "fit", "why not / what it does")
+    longest = [max(len(word) for cell in column for word in cell.split()) for column in zip(heads, *rows, strict=True)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    spare = width - sum(longest[1:3]) - _GAPS
+    if spare >= longest[0] + _REASON:
+        table.add_column(heads[0], no_wrap=True)
+        for number in (1, 2):
+            table.add_column(heads[number], min_width=longest[number])
+    else:
+        table.add_column(heads[0], width=max(1, spare // 2), overflow="fold")
+        for number in (1, 2):
+            table.add_column(heads[number], width=longest[number])
+    table.add_column(heads[3], overflow="fold")
+    for key, state, fit, reason in rows:
+        table.add_row(key, _styled(state), fit, reason)
+    return table
+
+
 def print_status(status: Status, console: Console | None = None) -> None:
     """Facts, the items, and what to mind."""
     console = console or Console()
@@ -52,7 +89,7 @@ def print_status(status: Status, console: Console | None = None) -> None:
         ("host", f"vllm-omni {status.host or 'not installed'}" + (f" ({engines})" if engines else "")),
         ("", status.stack),
         ("platform", f"{status.platform.name} ({status.platform.source})"),
-        ("VLLM_PLUGINS", f"{status.plugin.filter or 'unset: every plugin loads'}; a filter that keeps all:"),
+        ("VLLM_PLUGINS", f"{_filter(status.plugin.filter)}; a filter that keeps all:"),
     ]
     _facts(console, rows)
     # Not folded: it is there to be copied.
@@ -62,14 +99,8 @@ def print_status(status: Status, console: Console | None = None) -> None:
         rows += [("deploy", status.deploy.path), ("", f"pipeline {status.deploy.pipeline or 'not named'}")]
         rows += [("block", place) for place in status.deploy.blocks]
     _facts(console, rows)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, title in enumerate(("item", "state", "fit", "why not / what it does")):
-        table.add_column(title, no_wrap=not number, overflow="fold")
-    for item in status.items:
-        fit = "" if item.state == "not applied" else "verified" if item.verified else "by capability"
-        table.add_row(item.key, _styled(item.state), fit, item.reason or item.summary)
     console.print()
-    console.print(table)
+    console.print(_items_table(status.items, console.width))
     if status.notes:
         console.print()
     for note in status.notes:

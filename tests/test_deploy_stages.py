@@ -124,6 +124,60 @@ def test_a_chain_is_laid_together_as_the_host_does(tmp_path: Path) -> None:
         assert ours[part] == theirs[part]
 
 
+def host_extra(content: dict[str, Any], stage: int) -> dict[str, Any]:
+    """The connector ``extra`` that the host's own code hands to a stage."""
+    from vllm_omni.distributed.omni_connectors import load_omni_transfer_config
+    from vllm_omni.engine.stage_init_utils import get_stage_connector_spec
+
+    spec = get_stage_connector_spec(load_omni_transfer_config(config_dict=content), stage, True)
+    found: dict[str, Any] = spec.get("extra", {})
+    return found
+
+
+OWN = {"name": "SharedMemoryConnector", "extra": {"omni_speech_accel": True}}
+CONNECTIONS: list[tuple[dict[str, Any], list[dict[str, Any]], str]] = [
+    # connectors, stages over the host's file, the place of a block that no stage is handed
+    ({"mine": OWN}, [{"stage_id": 2, "input_connectors": {"from_stage_1": "mine"}}], "connectors.mine.extra"),
+    (
+        {"mine": OWN},
+        [{"stage_id": 1, "output_connectors": {"to_stage_2": "mine"}}],
+        "",
+    ),
+    (
+        {"mine": OWN},
+        [
+            {"stage_id": 1, "output_connectors": {"to_stage_2": "mine"}},
+            {"stage_id": 2, "input_connectors": {"from_stage_1": "mine"}},
+        ],
+        "",
+    ),
+    ({}, [{"stage_id": 2, "input_connectors": {"from_stage_1": OWN}}], "stages[2].input_connectors.from_stage_1.extra"),
+    ({}, [{"stage_id": 0, "output_connectors": {"to_stage_1": OWN}}], ""),
+    (
+        {"mine": OWN},
+        [{"stage_id": 1, "output_connectors": {"to_stage_2": "connector_of_shared_memory", "to_stage_9": "mine"}}],
+        "connectors.mine.extra",
+    ),
+]
+
+
+@pytest.mark.parametrize(("connectors", "stages", "place"), CONNECTIONS)
+def test_a_connector_that_the_host_hands_to_no_stage_is_an_error(
+    tmp_path: Path, connectors: dict[str, Any], stages: list[dict[str, Any]], place: str
+) -> None:
+    path = written(tmp_path, [])
+    overlay = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**overlay, "connectors": connectors, "stages": stages}))
+    content = merged(chain(path))
+    known = frozenset(range(3))
+    handed = ["omni_speech_accel" in host_extra(content, stage) for stage in known]
+    lost = unreached(content, "cuda", known)
+    assert any(handed) is (lost is None)
+    assert (lost.place if lost else "") == (f"{place}.omni_speech_accel" if place else "")
+    report = explain(path, platform="cuda")
+    assert ("hands this connector to no stage" in report.error) is bool(place)
+
+
 CASES = [
     # connector, stage 2's own block, what status says of three items
     ({"speaker_device": True}, {"speaker_device": False, "sync_free_prompt": False}, ("off", "off", "on")),

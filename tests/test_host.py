@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from omni_speech_accel import host
 from omni_speech_accel.patches import PATCHES, TOKENIZER_MODULE, Hook, Patch, Symbol, patch_for
 from omni_speech_accel.patches.prompt_features import S3_MAX_FRAMES
+from omni_speech_accel.patches.stage import unfit_items
+from omni_speech_accel.settings import resolve
 
 VERSION = host.host_info().version
 
@@ -66,6 +69,87 @@ def test_a_changed_body_stops_an_item_that_restates_it_and_only_marks_one_that_c
     judged = host.fit(Patch("x", "", "", "", "", hooks=(Hook(replace(symbol, restated=True), "w"),)))
     assert not judged.applies
     assert "differs from every verified host" in judged.reason
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the library file that the prompt items restate, which the probe reads instead of the installed one."""
+    root = host._package_root(TOKENIZER_MODULE.partition(".")[0])
+    assert root is not None
+    found = host._package_root
+    monkeypatch.setattr(host, "_package_root", lambda name: tmp_path if name == root.name else found(name))
+    monkeypatch.setattr(host, "source_of", host.source_of.__wrapped__)
+    path = tmp_path / "model_v2.py"
+    shutil.copy(root / path.name, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (b"def f(:\n", "invalid syntax (model_v2.py, line 1)"),
+        (b"\n\nx = '\xff'\n", "can't decode byte 0xff"),
+        (b"x = '\xff'\n", "invalid or missing encoding declaration"),
+        (b"x = 1\0\n", "null bytes"),
+    ],
+)
+def test_a_file_that_is_no_python_leaves_its_items_off_and_says_why(
+    tokenizer: Path, broken: bytes, reason: str
+) -> None:
+    tokenizer.write_bytes(broken)
+    judged = host.fit(patch_for("s3_graph"))
+    assert not judged.applies
+    assert judged.reason.startswith(f"{tokenizer} cannot be read: ")
+    assert reason in judged.reason
+    unfit = unfit_items(resolve(("here", True)), "code2wav", "cuda")
+    assert unfit["sync_free_prompt"] == unfit["s3_graph"] == judged.reason
+    assert "speaker_graph" not in unfit
+    native = Patch("x", "", "", "", "", native=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.gone"),))
+    assert host.fit(native).reason == judged.reason
+
+
+def test_a_file_in_an_encoding_that_it_declares_is_read_as_python_does(tokenizer: Path) -> None:
+    text = tokenizer.read_text(encoding="utf-8").encode("ascii", "replace").decode()
+    tokenizer.write_bytes(f"# -*- coding: latin-1 -*-\n# caf\u00e9\n{text}".encode("latin-1"))
+    assert host.fit(patch_for("s3_graph")) == host.Fit(True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ("    def quantize(", "    async def quantize(", "async, not plain"),
+        ("    def quantize(", "    @staticmethod\n    def quantize(", "staticmethod, not plain"),
+        ("    def quantize(", "    @classmethod\n    def quantize(", "classmethod, not plain"),
+        ("    def quantize(", "    @functools.cached_property\n    def quantize(", "cached_property, not plain"),
+    ],
+)
+def test_a_function_of_another_kind_does_not_fit(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, kind: str
+) -> None:
+    text = tokenizer.read_text(encoding="utf-8")
+    assert before in text
+    assert host.fit(patch_for("s3_graph")) == host.Fit(True)
+    tokenizer.write_text(text.replace(before, after), encoding="utf-8")
+    expected = f"S3TokenizerV2.quantize is another kind of function on this host ({kind})"
+    assert host.fit(patch_for("s3_graph")) == host.Fit(False, expected)
+    unnamed = Patch("x", "", "", "", "", needs=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize"),))
+    assert host.fit(unnamed).reason == expected
+
+
+def test_a_class_method_that_is_none_any_more_does_not_fit(tokenizer: Path) -> None:
+    symbol = Symbol(TOKENIZER_MODULE, "C.make", ("cls", "a"))
+    patch = Patch("x", "", "", "", "", needs=(symbol,))
+    tokenizer.write_text("class C:\n    @classmethod\n    def make(cls, a): ...\n")
+    assert host.fit(patch).applies
+    tokenizer.write_text("class C:\n    def make(cls, a): ...\n")
+    assert host.fit(patch).reason == "C.make is another kind of function on this host (plain, not classmethod)"
+
+
+def test_a_host_does_the_job_itself_whatever_its_function_looks_like(tokenizer: Path) -> None:
+    patch = patch_for("s3_graph")
+    (native,) = patch.native
+    other = replace(patch, native=(replace(native, module=TOKENIZER_MODULE, qualname="S3TokenizerV2.quantize"),))
+    assert host.fit(other) == host.Fit(False, "the host does this itself (S3TokenizerV2.quantize)")
 
 
 def test_an_unknown_version_is_judged_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_a_wrong_layer_is_refused_even_where_another_overrides_it() -> None:
 
 
 @pytest.mark.parametrize("value", ["disabled", "n", "none", "0.0"])
-def test_a_kill_switch_of_no_known_value_stops_a_stage_with_a_block(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_switch_of_no_known_value_stops_a_stage(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_SPEECH_ACCEL", value)
     with pytest.raises(SettingsError, match=f"OMNI_SPEECH_ACCEL={value} in the environment: takes 0, false, off or no"):
         resolve(("connectors", True))

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from omni_speech_accel import host, status
 from omni_speech_accel.patches import PATCHES
 from omni_speech_accel.settings import SettingsError
 from omni_speech_accel.status import Platform, collect
+from omni_speech_accel.tables import print_status
 
 HAS_FISH = host.fit(next(patch for patch in PATCHES if patch.key == "fish_omni_full_graph")).applies
 CUDA, NPU, CPU = (Platform(name, "test") for name in ("cuda", "npu", "cpu"))
@@ -76,6 +79,37 @@ def errors(found: status.Status) -> list[str]:
 
 def items(found: status.Status) -> dict[str, status.ItemStatus]:
     return {item.key: item for item in found.items}
+
+
+def at_stage(
+    tmp_path: Path,
+    stage: int,
+    *,
+    base: str = "minicpmo_4_5.yaml",
+    platform: str | None = None,
+    config: Any = MappingProxyType({"omni_speech_accel": True}),
+    nested: tuple[str, ...] = (),
+) -> Path:
+    """An overlay with ``config`` as a stage's ``additional_config``, in a platform's section where one is given."""
+    location = host.host_info().location
+    assert location is not None
+    entry: dict[str, Any] = {"additional_config": dict(config) if isinstance(config, MappingProxyType) else config}
+    for key in nested:
+        entry = {key: entry}
+    content: dict[str, Any] = {"stages": [{"stage_id": stage, **entry}]}
+    if platform is not None:
+        content = {"platforms": {platform: content}}
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump({"base_config": str(location / "deploy" / base), **content}))
+    return path
+
+
+def printed(width: int) -> str:
+    """What the command prints on a terminal of ``width`` columns."""
+    console = Console(width=width, file=io.StringIO())
+    print_status(collect(platform=CPU), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 @pytest.mark.usefixtures("plugins")
@@ -158,6 +192,16 @@ def test_launch_blocking_with_graph_items_on_npu_fails_beforehand(
     graphs += ["cold_setup_precapture"]
     off = collect(deploy(tmp_path, dict.fromkeys(graphs, False)), platform=NPU)
     assert errors(off) == []
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_kill_switch_of_no_known_value_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OMNI_SPEECH_ACCEL", "disabled")
+    found = collect(None, platform=CUDA)
+    assert found.exit_code == 1
+    assert any("OMNI_SPEECH_ACCEL=disabled in the environment: takes" in note.text for note in found.notes)
+    with pytest.raises(SettingsError, match="OMNI_SPEECH_ACCEL=disabled"):
+        collect(deploy(tmp_path, True), platform=CUDA)
 
 
 @pytest.mark.usefixtures("plugins")
@@ -378,6 +422,115 @@ def test_a_deploy_of_the_wrong_shape_is_an_error_with_its_place(
     with pytest.raises(SettingsError, match=r"my\.yaml") as error:
         collect(path, platform=NPU)
     assert words in str(error.value)
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize(
+    ("stages", "error"),
+    [
+        ([{"stage_id": 7, "additional_config": {"omni_speech_accel": {}}}], "the deploy has no stage 7"),
+        ([{"stage_id": 1, "additional_config": {"omni_speech_accel": {}}}], ""),
+    ],
+)
+@pytest.mark.parametrize("ask_host", [False, True])
+def test_a_stage_that_the_pipeline_has_not_is_an_error_as_on_the_host(
+    tmp_path: Path, stages: list[Any], error: str, ask_host: bool
+) -> None:
+    path = tmp_path / "mine.yaml"
+    # No base: the host takes a stage that no file lists from the pipeline.
+    path.write_text(yaml.safe_dump({"pipeline": "minicpmo_4_5", "stages": stages}))
+    if not error:
+        assert collect(path, platform=CUDA, ask_host=ask_host).exit_code == 0
+        return
+    with pytest.raises(SettingsError, match=rf"mine\.yaml.*{error}"):
+        collect(path, platform=CUDA, ask_host=ask_host)
+
+
+def warnings(found: status.Status) -> list[str]:
+    return [note.text for note in found.notes if note.level == "warning"]
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize(
+    ("name", "meant"), [("cdua", 'did you mean "cuda"?'), ("CUDA", 'did you mean "cuda"?'), ("gpu", '"gpu". It has')]
+)
+def test_a_block_for_a_platform_that_the_host_has_not_is_told(tmp_path: Path, name: str, meant: str) -> None:
+    path = at_stage(tmp_path, 2, platform=name)
+    (text,) = warnings(collect(path, platform=CUDA))
+    assert f'platforms.{name}.stages[2].additional_config.omni_speech_accel: the host has no platform "{name}"' in text
+    assert meant in text
+    assert "It has cpu, cuda, musa, npu, rocm, xpu." in text
+    for known in ("cuda", "xpu"):
+        assert warnings(collect(at_stage(tmp_path, 2, platform=known), platform=CUDA)) == []
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize(
+    ("base", "stage", "words"),
+    [
+        ("minicpmo_4_5.yaml", 0, "no item acts in stage 0 of MiniCPM-o, only in stage 1 and stage 2."),
+        ("minicpmo_4_5.yaml", 1, ""),
+        ("minicpmo_4_5.yaml", 2, ""),
+        ("step_audio_2.yaml", 0, "no item acts in stage 0 of Step-Audio 2, only in stage 1."),
+        ("step_audio_2.yaml", 1, ""),
+    ],
+)
+def test_a_block_at_a_stage_without_items_is_told(tmp_path: Path, base: str, stage: int, words: str) -> None:
+    for platform in (None, "cuda"):
+        found = collect(at_stage(tmp_path, stage, base=base, platform=platform), platform=CUDA)
+        assert [text.split("omni_speech_accel: ", 1)[1] for text in warnings(found)] == ([words] if words else [])
+        assert not words or "on" not in {item.state for item in found.items}
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize("nested", [(), ("engine_args",), ("engine_extras",)])
+@pytest.mark.parametrize("platform", [None, "cuda"])
+def test_an_additional_config_that_is_no_mapping_is_an_error_as_on_the_host(
+    tmp_path: Path, nested: tuple[str, ...], platform: str | None
+) -> None:
+    for text in ('{"omni_speech_accel": true}', "omni_speech_accel", [1]):
+        path = at_stage(tmp_path, 2, platform=platform, config=text, nested=nested)
+        with pytest.raises(
+            SettingsError, match=r"my\.yaml: additional_config of stage 2 must be a mapping, not"
+        ) as error:
+            collect(path, platform=CUDA)
+        assert repr(text) in str(error.value)
+    collect(at_stage(tmp_path, 2, platform=platform, config=None, nested=nested), platform=CUDA)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_an_additional_config_of_another_platform_is_left_to_it(tmp_path: Path) -> None:
+    collect(at_stage(tmp_path, 2, platform="npu", config="{}"), platform=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "unset: every plugin loads; a filter"),
+        ("", "set and empty: no plugin loads; a filter"),
+        ("omni_speech_accel", "omni_speech_accel; a filter"),
+    ],
+)
+def test_the_head_says_what_the_filter_is(
+    plugins: list[metadata.EntryPoint], monkeypatch: pytest.MonkeyPatch, value: str | None, words: str
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", value)
+    (line,) = [line for line in printed(200).splitlines() if line.startswith("VLLM_PLUGINS ")]
+    assert line.split(maxsplit=1)[1].startswith(words)
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize("width", [36, 40, 50, 60, 70, 80])
+def test_states_stand_whole_on_a_narrow_terminal_and_nothing_is_cut_off(width: int) -> None:
+    found = collect(platform=CPU)
+    table = printed(width).partition("\n\n")[2].partition("\n\n")[0]
+    words = table.split()
+    assert words.count("available") + words.count("applied") == len(found.items)
+    assert words.count("verified") == words.count("available")
+    letters = sorted("".join(item.key + item.state + (item.reason or item.summary) for item in found.items))
+    head = "itemstatefitwhy not / what it does" + "verified" * words.count("verified")
+    assert sorted("".join(words)) == [letter for letter in sorted([*letters, *head]) if letter != " "]
 
 
 @pytest.mark.usefixtures("plugins")

@@ -122,6 +122,8 @@ def _bind(owner: str, symbol: Symbol, handler: Handler, module: ModuleType) -> N
         parent, attribute, original = wrapt.resolve_path(module, symbol.qualname)
     except AttributeError:
         return  # The probe tells why the item does not fit; the host stays stock here.
+    if not (callable(original) or isinstance(original, classmethod | staticmethod)):
+        return  # A property on this host, say: wrapped, it would hand out a proxy of its value.
     record = Bound(symbol, parent, attribute, original)
 
     def dispatch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

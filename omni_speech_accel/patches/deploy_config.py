@@ -369,7 +369,11 @@ def host_pipelines() -> dict[str, HostPipeline]:
     location = host.host_info().location
     found: dict[str, HostPipeline] = {}
     for path in sorted((location / "model_executor" / "models").glob("*/pipeline.py")) if location else ():
-        for call in _calls(ast.parse(path.read_text(encoding="utf-8")), "PipelineConfig"):
+        try:
+            source = host.source_of(f"vllm_omni.model_executor.models.{path.parent.name}.pipeline")
+        except host.UnreadableSource:
+            continue
+        for call in _calls(source[1], "PipelineConfig") if source else ():
             model_type = _constant(call, "model_type")
             if isinstance(model_type, str):
                 stages = tuple(_HostStage(number) for number in _stage_numbers(call))

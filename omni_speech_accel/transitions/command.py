@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
 
-from omni_speech_accel.results import ready_folder
+from omni_speech_accel.results import fail, ready_folder
 
 EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
@@ -18,9 +20,21 @@ EXIT_USAGE = 2
 _MOST = 1e6
 
 
-def _usage(message: str) -> typer.Exit:
-    typer.secho(f"error: {message}", err=True, fg=typer.colors.RED)
-    return typer.Exit(EXIT_USAGE)
+class _UsageMistake(Exception):
+    """Something that the caller can mend; ends the command with exit code 2."""
+
+
+def _mistakes_reported(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with its mistakes said where the caller reads them."""
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        try:
+            command(**options)
+        except _UsageMistake as error:
+            raise fail(str(error), options["json_output"], EXIT_USAGE) from error
+
+    return run
 
 
 def _is_url(value: str) -> bool:
@@ -59,9 +73,9 @@ def _json_object(value: str | None, option: str) -> dict[str, Any]:
         text = Path(value[1:]).read_text(encoding="utf-8") if value.startswith("@") else value
         found = parse_json(text)
     except (OSError, ValueError) as error:
-        raise _usage(f"{option}: {error}") from error
+        raise _UsageMistake(f"{option}: {error}") from error
     if not isinstance(found, dict):
-        raise _usage(f"{option} must be a JSON object, got {type(found).__name__}")
+        raise _UsageMistake(f"{option} must be a JSON object, got {type(found).__name__}")
     return found
 
 
@@ -69,22 +83,23 @@ def _sizes(value: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(part) for part in value.split(",")))
     except ValueError as error:
-        raise _usage(f"--concurrency takes numbers such as 3,5,7, got {value!r}") from error
+        raise _UsageMistake(f"--concurrency takes numbers such as 3,5,7, got {value!r}") from error
 
 
 def _require_finite(**options: float | None) -> None:
     for name, value in options.items():
         if value is not None and not abs(value) <= _MOST:
-            raise _usage(f"--{name.replace('_', '-')} must be a number of at most {_MOST:g}, got {value}")
+            raise _UsageMistake(f"--{name.replace('_', '-')} must be a number of at most {_MOST:g}, got {value}")
 
 
 def _try_folder(folder: Path | None, option: str) -> None:
     try:
         ready_folder(folder)
     except (OSError, ValueError) as error:
-        raise _usage(f"{option}: {error}") from error
+        raise _UsageMistake(f"{option}: {error}") from error
 
 
+@_mistakes_reported
 def transitions(
     baseline: Annotated[
         str,
@@ -189,7 +204,8 @@ def transitions(
 
     Exit code: 0 all transitions match (or were recorded); 1 something differs, or could not be shown (the baseline
     does not repeat itself, or a transition did not happen); 2 wrong usage, a folder that cannot be written, or a
-    server that does not answer. Ctrl-C and SIGTERM end it early: what was compared is reported, exit code 1.
+    server that does not answer; 130 interrupted before a comparison began. Ctrl-C and SIGTERM end one early: what was
+    compared is reported, exit code 1.
 
     Example: omni-speech-accel transitions --baseline http://127.0.0.1:8091 --candidate http://127.0.0.1:8092
     --extra-body '{"max_new_tokens": 500}' --out transitions-out
@@ -206,25 +222,25 @@ def transitions(
     from omni_speech_accel.transitions.recording import RecordingError, load_recording, save_recording
 
     if (candidate is None) == (record is None):
-        raise _usage("give either --candidate, to compare, or --record, to keep the baseline for later")
+        raise _UsageMistake("give either --candidate, to compare, or --record, to keep the baseline for later")
     if record is not None and not _is_url(baseline):
-        raise _usage("--record needs the URL of a server as --baseline, not a recording")
+        raise _UsageMistake("--record needs the URL of a server as --baseline, not a recording")
     if record is not None and out is not None:
-        raise _usage("--out keeps a comparison, and --record makes none: give one of them")
+        raise _UsageMistake("--out keeps a comparison, and --record makes none: give one of them")
     body = _json_object(extra_body, "--extra-body")
     _require_finite(
         duration_tolerance=duration_tolerance, min_snr=min_snr, timeout=timeout, stall_timeout=stall_timeout
     )
     if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise _usage("--api-key must be printable ASCII: it goes into an HTTP header")
+        raise _UsageMistake("--api-key must be printable ASCII: it goes into an HTTP header")
     if min_snr is not None and not pcm:
-        raise _usage("--min-snr and --no-pcm exclude each other")
+        raise _UsageMistake("--min-snr and --no-pcm exclude each other")
     try:
         pool = builtin_pool() if inputs is None else load_pool(inputs)
         plan = build_plan(pool, _sizes(concurrency), seed, [name.strip() for name in only.split(",") if name.strip()])
         source = baseline if _is_url(baseline) else load_recording(Path(baseline))
     except (InputsError, PlanError, RecordingError) as error:
-        raise _usage(str(error)) from error
+        raise _UsageMistake(str(error)) from error
     _try_folder(record, "--record")
     _try_folder(out, "--out")
     notes = Console(stderr=True)
@@ -252,13 +268,13 @@ def transitions(
         else:
             found = check.run_transitions(config)
     except (client.ServerUnreachable, client.HttpxMissing, RecordingError) as error:
-        raise _usage(str(error)) from error
+        raise _UsageMistake(str(error)) from error
     if record is not None:
         if recording.runs:
             try:
                 save_recording(recording, record)
             except OSError as error:
-                raise _usage(f"--record: {error}") from error
+                raise _UsageMistake(f"--record: {error}") from error
         return _say_recorded(record if recording.runs else None, wrong, json_output)
     unsaved = None
     if out is not None:
@@ -270,8 +286,8 @@ def transitions(
         typer.echo(json.dumps(report.to_json(found), indent=2))
     else:
         report.print_report(found, Console())
-    if unsaved is not None:
-        raise _usage(f"--out: {unsaved}")
+    if unsaved is not None:  # the report is printed already, and is the one document
+        raise fail(f"--out: {unsaved}", False, EXIT_USAGE)
     if not found.passed:
         raise typer.Exit(EXIT_DIFFERENT)
 

@@ -195,6 +195,17 @@ def test_a_missing_host_symbol_leaves_its_neighbours_wrapped(monkeypatch: pytest
         plugin.unregister()
 
 
+def test_a_method_that_is_a_property_on_this_host_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_class()
+    value = object()
+    monkeypatch.setattr(core, "_prepare_prompt", property(lambda self: value))
+    plugin.register()
+    try:
+        assert core.__new__(core)._prepare_prompt is value
+    finally:
+        plugin.unregister()
+
+
 def test_an_error_while_wrapping_never_reaches_the_hosts_import(
     monkeypatch: pytest.MonkeyPatch, accel_log: pytest.LogCaptureFixture
 ) -> None:

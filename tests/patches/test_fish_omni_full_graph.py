@@ -830,6 +830,24 @@ def test_pipelines_are_read_off_the_hosts_files() -> None:
     assert [stage.stage_id for stage in found.stages] == [stage.stage_id for stage in MINICPMO_4_5_PIPELINE.stages]
 
 
+def test_a_pipeline_file_that_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = host.source_of
+
+    def source_of(module: str) -> Any:
+        if module == "vllm_omni.model_executor.models.fish_omni.pipeline":
+            raise host.UnreadableSource("pipeline.py cannot be read")
+        return read(module)
+
+    host_pipelines.cache_clear()
+    monkeypatch.setattr(host, "source_of", source_of)
+    try:
+        found = host_pipelines()
+    finally:
+        host_pipelines.cache_clear()
+    assert "minicpmo_4_5" in found
+    assert "fish_omni" not in found
+
+
 @pytest.mark.slow
 def test_connector_extra_is_the_one_that_the_host_hands_out() -> None:
     if importlib.util.find_spec("torchvision") is None:
