@@ -197,17 +197,18 @@ def check_connectors(content: Mapping[str, Any], file: str) -> None:
             raise SettingsError(f"{file}: {place} has no name (name: SharedMemoryConnector, for one)")
 
 
-def _held(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """``(place, extra)`` of every connector with a block, named ones and those that stand at a stage."""
-    places = [(f"connectors.{name}", connector) for name, connector in (content.get("connectors") or {}).items()]
+def _held(content: Mapping[str, Any]) -> Iterator[tuple[str | None, str, Mapping[str, Any]]]:
+    """``(name, place, extra)`` of every connector with a block; one that stands at a stage has no name."""
+    known = content.get("connectors") or {}
+    places: list[tuple[str | None, str, Any]] = [(name, f"connectors.{name}", known[name]) for name in known]
     for stage in content.get("stages") or ():
         for side in ("input_connectors", "output_connectors"):
             for key, connector in (stage.get(side) or {}).items():
-                places.append((f"stages[{stage.get('stage_id')}].{side}.{key}", connector))
-    for place, connector in places:
+                places.append((None, f"stages[{stage.get('stage_id')}].{side}.{key}", connector))
+    for name, place, connector in places:
         extra = connector.get("extra") if isinstance(connector, Mapping) else None
         if isinstance(extra, Mapping) and BLOCK in extra:
-            yield f"{place}.extra.{BLOCK}", extra
+            yield name, f"{place}.extra.{BLOCK}", extra
 
 
 def unreached(content: Mapping[str, Any], platform: str | None, known: frozenset[int] | None = None) -> Block | None:
@@ -222,8 +223,8 @@ def unreached(content: Mapping[str, Any], platform: str | None, known: frozenset
     stages = frozenset(stage_ids(content))
     stages = stages if known is None else stages & known
     belongs = f"it belongs at stages[<id>].{ADDITIONAL}.{BLOCK}"
-    for place, extra in _held(content):
-        if place.startswith("connectors.") and place.split(".", 1)[1].removesuffix(f".extra.{BLOCK}") not in used:
+    for name, place, extra in _held(content):
+        if name is not None and name not in used:
             other = f" or connectors.{sorted(used)[0]}.extra.{BLOCK}" if used else ""
             return Block(place, extra[BLOCK], f"no stage of this deploy uses the connector; {belongs}{other}")
     for block in find_blocks(content):
@@ -235,7 +236,7 @@ def unreached(content: Mapping[str, Any], platform: str | None, known: frozenset
     # An edge hands its connector to a stage that only the pipeline lists, too.
     ends = {int(end) for edge in _connectors(content) for end in edge if end.isdigit()}
     handed = [_connector_extra(content, stage) for stage in (stages | ends if known is None else known)]
-    for place, extra in _held(content):
+    for _, place, extra in _held(content):
         if not any(extra is one for one in handed):
             problem = "the host hands this connector to no stage: each reads another one, of the same edge or of an "
             return Block(place, extra[BLOCK], f"{problem}earlier one; {belongs} or at the connector that is read")

@@ -11,7 +11,7 @@ import yaml
 
 from omni_speech_accel import host
 from omni_speech_accel.deploy import DeployFile, check_blocks, read_chain
-from omni_speech_accel.deploy_stages import ADDITIONAL, check_connectors, merged, stage_ids, stage_layers, unreached
+from omni_speech_accel.deploy_stages import ADDITIONAL, check_connectors, check_reached, merged, stage_ids, stage_layers
 from omni_speech_accel.overlays import PROFILES, Profile
 from omni_speech_accel.patches import PATCHES
 from omni_speech_accel.patches.deploy_config import pipeline_of
@@ -107,10 +107,10 @@ def check_overlay(text: str, base: str, profile: Profile, *, asked: bool) -> Non
     content = merged(files)
     check_connectors(content, base)
     for device in profile.devices or profile.platforms:
-        lost = unreached(content, device)
-        if lost is not None:
-            where = next((block.where for block in blocks if block.place == lost.place), lost.place)
-            raise SettingsError(f"{BLOCK}: {where}: {lost.problem}{_instead(profile)}")
+        try:
+            check_reached(content, device, blocks)
+        except SettingsError as lost:
+            raise SettingsError(f"{lost}{_instead(profile)}") from None
         if not any(stage_layers(content, stage, device) for stage in profile.stages()):
             raise SettingsError(
                 f"{BLOCK}: {'.'.join(map(str, profile.place))} of {base} reaches no stage in which an item acts; "

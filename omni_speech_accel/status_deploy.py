@@ -30,7 +30,7 @@ from omni_speech_accel.deploy_stages import (
 )
 from omni_speech_accel.overlays import PROFILES, Profile
 from omni_speech_accel.patches import PATCHES, Patch
-from omni_speech_accel.patches.deploy_config import DeployReport, explain, host_pipelines, pipeline_of
+from omni_speech_accel.patches.deploy_config import DeployReport, explain, host_pipelines, pipeline_of, pipeline_stages
 from omni_speech_accel.settings import ItemOptions, SettingsError, resolve
 
 __all__ = ["Asked", "DeployView", "load_file", "read_deploy"]
@@ -214,9 +214,7 @@ def read_deploy(deploy_config: str | Path, platform: str, *, ask_host: bool = Fa
     check_connectors(content, str(path))
     check_additional(content, platform, str(path))
     check_blocks((DeployFile(str(path), content, False),))  # a place can be spoilt by another file of the chain
-    known = host_pipelines().get(pipeline or "")
-    numbers = frozenset(stage.stage_id for stage in known.stages) if known is not None and known.stages else None
-    check_reached(content, platform, blocks, numbers)
+    check_reached(content, platform, blocks, pipeline_stages(host_pipelines().get(pipeline or "")))
     asked = _asked(content, pipeline, platform)
     idle = tuple(_idle(blocks, _profile(pipeline)))
     view = DeployView(str(path), files, pipeline, blocks, asked, guess=guess, idle=idle)

@@ -153,7 +153,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         key="speaker_device",
         summary="CAM++ speaker embedding on the accelerator, built from campplus.onnx, instead of CPU onnxruntime.",
-        why="campplus on CPU onnxruntime is 70-80 ms of a 90-125 ms prompt setup on an H200 host.",
+        why="campplus on CPU onnxruntime is 77-79 ms of a 144-155 ms prompt setup on an H200 host.",
         parity="relative error <= 2e-5 to onnxruntime, checked at load over several lengths (fp32, another order of "
         "summation)",
         retire="when the host runs campplus on every accelerator",
@@ -167,7 +167,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         key="speaker_graph",
         summary="CAM++ captured as one graph per frame count.",
-        why="Eager CAM++ is about 1,150 launches, 44 ms on an H200 host; a replay is one.",
+        why="Eager CAM++ is about 1,150 launches, 16 ms on an H200 host; a replay is one, 5 ms.",
         parity="equal to eager CAM++ on the same device within 1e-5 relative",
         retire="never while campplus is launch-bound",
         platforms=("cuda", "npu"),
@@ -187,7 +187,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         key="s3_graph",
         summary="S3 quantize captured as one graph per frame count.",
-        why="Eager quantize is 6-9 ms of launches per reference on an H200 host.",
+        why="Eager quantize is 7-8 ms of launches per reference on an H200 host; a replay takes 4 ms.",
         parity="codes and lengths bit-equal to eager",
         retire="never while quantize is launch-bound",
         native=(_core("_quantize_s3_graph"),),
@@ -221,7 +221,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         key="cold_setup_precapture",
         summary="Graphs of the initial CFM solve captured at start-up, after the decode graphs, smallest batch first.",
-        why="The first cold reference of a batch size waits for a capture of 0.64 to 1.3 s (H200).",
+        why="The first cold reference of a batch size waits for a capture.",
         parity="bit-exact: the graphs that the host would capture later",
         retire="when the host's precapture covers cache length zero",
         platforms=("cuda", "npu"),
@@ -237,7 +237,7 @@ PATCHES: tuple[Patch, ...] = (
         key="cross_reference_decode",
         summary="Rows of different references in one decode batch.",
         why="Eight voices at once are eight batches of one: 653 ms per chunk against 143 ms on 0.30.0, 170 ms against "
-        "54 ms on 0.32.0rc1 (H200, full-size weights).",
+        "56 ms on 0.32.0rc1 (H200, full-size weights).",
         parity="each row equals the host's separate call within the host's own spread over batch sizes, given the same "
         "vocoder noise (drawn per call, so a seed gives other samples); bit-exact while all rows share a reference",
         retire="when the host's decode batches no longer depend on the reference",

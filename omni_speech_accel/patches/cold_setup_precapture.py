@@ -4,7 +4,7 @@
 Why: the host captures the graphs of every cache length that a stream passes
 through, but not the one at length zero, in which a reference itself is solved.
 The first cold reference of each batch size then pays for a capture while streams
-wait: 0.64 to 1.3 s on an H200.
+wait.
 
 What: after the host's own precapture, and so after the decode and tail shapes,
 the default reference is solved once per graphed batch size, smallest first,

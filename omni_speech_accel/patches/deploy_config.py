@@ -36,6 +36,7 @@ __all__ = [
     "from_pipeline_config",
     "host_pipelines",
     "pipeline_of",
+    "pipeline_stages",
 ]
 
 logger = logging.getLogger("vllm.omni_speech_accel")
@@ -288,7 +289,8 @@ def _graphs(
     )
 
 
-def _stage_ids(pipeline_cfg: Any) -> frozenset[int] | None:
+def pipeline_stages(pipeline_cfg: Any) -> frozenset[int] | None:
+    """The stages of a pipeline, ``None`` where it or they are not known."""
     stages = getattr(pipeline_cfg, "stages", None)
     return frozenset(stage.stage_id for stage in stages) if stages else None
 
@@ -299,7 +301,7 @@ def _prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     cli = kwargs.get("cli_overrides") or {}
     deploy = _load(pipeline_cfg, kwargs.get("user_deploy_config"), kwargs.get("deploy_config_path"))
     platform = _platform()
-    if not _check(deploy, platform, cli, _stage_ids(pipeline_cfg)):
+    if not _check(deploy, platform, cli, pipeline_stages(pipeline_cfg)):
         return kwargs
     if pipeline_cfg.model_type != fish_omni_full_graph.PIPELINE:
         return kwargs
@@ -497,7 +499,7 @@ def explain(
         files, path = deploy.files, deploy.path
         pipeline = pipeline or pipeline_of(files)[0]
         known = host_pipelines().get(pipeline or "")
-        _check(deploy, platform, cli, _stage_ids(known))
+        _check(deploy, platform, cli, pipeline_stages(known))
         blocks = tuple(block.where for file in files for block in find_blocks(file.content, file.path))
         effective = _effective(deploy.config, platform)
         found = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``s3_graph``: the S3 tokenizer's quantize as one graph per frame count.
 
-Eager quantize is launch-bound: 6-9 ms per reference on an H200 host, 12.99 ms on
+Eager quantize is launch-bound: 7-8 ms per reference on an H200 host, 12.99 ms on
 the reference thread's NPU (6.04 there as a replay). MiniCPM-o folds every
 reference to one length, so one graph serves nearly all of its traffic; where
 lengths vary, the first ``max_graphs`` lengths seen are captured and the rest run

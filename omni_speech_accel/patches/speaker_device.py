@@ -2,7 +2,7 @@
 """``speaker_device``: the CAM++ speaker embedding where the rest of the model runs.
 
 Stock runs ``campplus.onnx`` in CPU onnxruntime with one thread unless TensorRT or
-an NPU is there: 70-80 ms of the 90-125 ms that one reference costs on an H200
+an NPU is there: 77-79 ms of the 144-155 ms that one reference costs on an H200
 host. Our CAM++ is built from the same file and checked against onnxruntime over
 several lengths when it is loaded; outside the tolerance stock's session stays.
 A device model that the host installs itself is left in place.

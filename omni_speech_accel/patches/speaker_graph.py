@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``speaker_graph``: CAM++ as one graph per frame count.
 
-Eager CAM++ is launch-bound: about 1,150 launches and 44 ms on an H200 host with
-the host's architecture, 33 ms on the reference thread's NPU (10.69 there as a
-replay). Lengths are exact: padding changes an embedding.
+Eager CAM++ is launch-bound: about 1,150 launches and 16 ms on an H200 host (5 as a
+replay), 33 ms on the reference thread's NPU (10.69 there as a replay). Lengths are exact: padding changes an embedding.
 
 The weights are shared by every replica in the process; graphs and their static
 buffers belong to one stage, so that each stage's ``max_graphs`` and counters are

@@ -2,7 +2,7 @@
 """``sync_free_prompt``: prompt features without waiting for the device.
 
 Symptom: with decode work queued, ``_prepare_prompt`` takes as long as the queue
-(216 ms instead of 110 with 100 ms queued, stock 0.30.0 on an H200). Three calls
+(239 ms instead of 155 with 100 ms queued, stock 0.30.0 on an H200). Three calls
 wait: uploads from pageable memory, ``.any()`` over device lengths in the
 tokenizer's ``quantize``, and the encoder's ``freqs_cis.to(device)``.
 
