@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-import omni_speech_accel.checkpoint
-from omni_speech_accel.checkpoint import read_checkpoint_info, write_checkpoint
+import omni_speech_accel.synthetic
+from omni_speech_accel.synthetic import read_checkpoint_info, write_checkpoint
 
 # Seconds without use after which a directory of another state of the code (0.7 GB) is removed.
 _KEPT = 24 * 3600
@@ -34,7 +34,7 @@ def _cache_folder() -> Path:
 def _code_digest() -> str:
     """Changes with the code that decides the weights, so that a test never runs on another version's directory."""
     digest = hashlib.sha256()
-    package = Path(omni_speech_accel.checkpoint.__file__).parent
+    package = Path(omni_speech_accel.synthetic.__file__).parent
     for source in [*sorted(package.glob("*.py")), package.parent / "models" / "speech_features.py"]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_speech_accel.patches import PATCHES
+from omni_speech_accel.plugin.table import PATCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CHANGELOG.md"]
@@ -36,8 +36,8 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
 
 def test_every_item_has_its_module_and_its_tests() -> None:
     for patch in PATCHES:
-        assert (ROOT / "omni_speech_accel" / "patches" / f"{patch.key}.py").is_file()
-        assert (ROOT / "tests" / "patches" / f"test_{patch.key}.py").is_file()
+        assert (ROOT / "omni_speech_accel" / "items" / f"{patch.key}.py").is_file()
+        assert (ROOT / "tests" / "items" / f"test_{patch.key}.py").is_file()
 
 
 def test_no_machine_path_and_no_registry_is_named() -> None:
@@ -61,7 +61,7 @@ def test_layers_device_libraries_and_host_modules_stay_where_they_belong() -> No
         code = "\n".join(line.split("#")[0] for line in path.read_text(encoding="utf-8").splitlines())
         if not relative.startswith("runtime/"):
             assert not re.search(r"\btorch\.(cuda|npu)\b(?!_)", strip_strings(code)), relative
-        if not relative.startswith(("patches/", "bench/", "checkpoint")) and relative != "host.py":
+        if not relative.startswith(("items/", "anchors/", "measure/", "synthetic/")):
             assert not re.search(r"^\s*(from|import) vllm_omni\b", code, re.MULTILINE), relative
 
 

@@ -61,7 +61,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    for needed in ("py.typed", "stacks.json", "patches/fingerprints.json", "plugin.py", "runtime/graph_cache.py"):
+    for needed in (
+        "py.typed",
+        "host/stacks.json",
+        "host/fingerprints.json",
+        "plugin/__init__.py",
+        "runtime/graph_cache.py",
+    ):
         assert f"omni_speech_accel/{needed}" in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"omni_speech_accel"}
@@ -71,7 +77,7 @@ def test_the_wheel_declares_its_entry_points_and_asks_for_no_heavy_package(wheel
     archive = zipfile.ZipFile(wheel)
     points = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert "[vllm.general_plugins]\nomni_speech_accel = omni_speech_accel.plugin:register" in points
-    assert "omni-speech-accel = omni_speech_accel.cli:main" in points
+    assert "omni-speech-accel = omni_speech_accel.cli.app:main" in points
     metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
     plain = {
         line.removeprefix("Requires-Dist: ").split(">")[0].split(";")[0].strip().lower()

@@ -38,7 +38,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def default_version() -> str:
-    found: str = json.loads((REPO / "omni_speech_accel" / "stacks.json").read_text())["default"]
+    found: str = json.loads((REPO / "omni_speech_accel" / "host" / "stacks.json").read_text())["default"]
     return found
 
 
@@ -98,7 +98,7 @@ def speak(model: Path, reference: Path, out: Path) -> None:
 def show(out: Path) -> int:
     """Everything after the environment, inside it; returns the exit code."""
     sys.path.insert(0, str(REPO))
-    from omni_speech_accel.checkpoint import reference_wavs
+    from omni_speech_accel.synthetic import reference_wavs
     from tests.speech_server.model_dir import build_model_dir, ensure_checkpoint
     from tests.speech_server.server import ServerError
 

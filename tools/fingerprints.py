@@ -14,10 +14,10 @@ import json
 import sys
 from pathlib import Path
 
-from omni_speech_accel.host import fingerprint, host_info, verified_fingerprints
-from omni_speech_accel.patches import PATCHES
+from omni_speech_accel.host.source import fingerprint, host_info, verified_fingerprints
+from omni_speech_accel.plugin.table import PATCHES
 
-FILE = Path(__file__).resolve().parent.parent / "omni_speech_accel" / "patches" / "fingerprints.json"
+FILE = Path(__file__).resolve().parent.parent / "omni_speech_accel" / "host" / "fingerprints.json"
 
 
 def main() -> int:

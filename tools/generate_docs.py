@@ -13,12 +13,12 @@ import re
 import sys
 from pathlib import Path
 
-from omni_speech_accel import settings
-from omni_speech_accel.host import verified_fingerprints
-from omni_speech_accel.patches import PATCHES, Patch
+from omni_speech_accel.host.source import verified_fingerprints
+from omni_speech_accel.plugin import settings
+from omni_speech_accel.plugin.table import PATCHES, Patch
 
 ROOT = Path(__file__).resolve().parent.parent
-STACKS = ROOT / "omni_speech_accel" / "stacks.json"
+STACKS = ROOT / "omni_speech_accel" / "host" / "stacks.json"
 
 
 def hosts() -> list[str]:

@@ -41,7 +41,7 @@ MANIFEST = "MANIFEST.json"
 PACK_LIMIT = 50 * 2**20  # bytes; what a lent machine takes along with the repository
 XZ_DICTIONARY = 128 * 2**20  # bytes; wide enough that one host's file finds the other's beside it
 
-STACKS = Path(__file__).resolve().parents[1] / "omni_speech_accel" / "stacks.json"
+STACKS = Path(__file__).resolve().parents[1] / "omni_speech_accel" / "host" / "stacks.json"
 # Pure Python that both hosts load at the version their stacks were verified with.
 FROM_STACK = ("hyperpyyaml", "s3tokenizer", "step-audio2")
 

@@ -6,9 +6,9 @@
     python tools/make_env.py 0.30.0 --dir /some/where
     python tools/make_env.py --relock 0.30.0      # maintainers: resolve again, rewrite tools/locks/0.30.0.txt
 
-``omni_speech_accel/stacks.json`` names the hosts and the versions that define them; ``tools/locks/`` holds the whole
-resolved set of each. A second run of an environment that is up to date takes a fraction of a second. A build that was
-cut short is started anew: a package whose unpacking was interrupted can look installed to pip.
+``omni_speech_accel/host/stacks.json`` names the hosts and the versions that define them; ``tools/locks/`` holds the
+whole resolved set of each. A second run of an environment that is up to date takes a fraction of a second. A build
+that was cut short is started anew: a package whose unpacking was interrupted can look installed to pip.
 
 A machine with a GPU or an NPU has its own builds of torch and vLLM. Nothing here is for it.
 """
@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-STACKS = REPO / "omni_speech_accel" / "stacks.json"
+STACKS = REPO / "omni_speech_accel" / "host" / "stacks.json"
 LOCKS = REPO / "tools" / "locks"
 LOGS = REPO / ".cache" / "make_env"
 TEST_HOST = REPO / "tests" / "speech_server" / "plugin"

@@ -12,14 +12,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel import __version__
-from omni_speech_accel.transitions.client import (
-    Ending,
-    RequestOptions,
-    StreamRecord,
-    connect,
-    probe,
-    run_transition,
-)
+from omni_speech_accel.transitions.client import Ending, RequestOptions, StreamRecord, connect, probe, run_transition
 from omni_speech_accel.transitions.compare import Status, Tolerance, Verdict, judge_stream
 from omni_speech_accel.transitions.plan import State, StreamSpec, Transition
 from omni_speech_accel.transitions.recording import Recording, requests_of

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from omni_speech_accel.results import fail, ready_folder
+from omni_speech_accel.cli.output import fail, ready_folder
 
 EXIT_DIFFERENT = 1
 EXIT_USAGE = 2

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from omni_speech_accel.bench.driver import PromptDriver, ready_platform
-from omni_speech_accel.host import host_info
-from omni_speech_accel.patches import PATCHES
+from omni_speech_accel.host.source import host_info
+from omni_speech_accel.measure.driver import PromptDriver, ready_platform
+from omni_speech_accel.plugin.table import PATCHES
 from omni_speech_accel.runtime import accelerator_for
 from tests.gpu import harness
 
@@ -136,7 +136,7 @@ def main() -> int:
 
 def reference_file(folder: Path) -> str:
     """Six seconds of real speech."""
-    from omni_speech_accel.checkpoint.references import reference_wavs
+    from omni_speech_accel.synthetic.references import reference_wavs
 
     return str(reference_wavs(folder / "references")[0])
 
@@ -189,7 +189,7 @@ def first_lengths(driver: PromptDriver, device: torch.device) -> dict[str, Any]:
     ``over_eager``: (first use - the recording alone) / eager, until the host goes on and until the device is done. The
     host pays one eager run; the device also has the first replay, which shows that the graph works before it is kept.
     """
-    from omni_speech_accel.patches import speaker_graph  # the item's own cache, with room for these lengths
+    from omni_speech_accel.items import speaker_graph  # the item's own cache, with room for these lengths
     from omni_speech_accel.runtime import GraphCache, accelerator_for
 
     model = driver.core.spk_model

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from omni_speech_accel import plugin
-from omni_speech_accel.bench.driver import Code2WavDriver, ready_platform
+from omni_speech_accel.measure.driver import Code2WavDriver, ready_platform
 from tests.gpu import harness
 
 REQUIRED_DEVICE = "OMNI_SPEECH_ACCEL_TEST_DEVICE"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the device tests and a measuring script share: the full-size model directory and whole streams.
 
-No pytest in here. The stage itself is built and driven by :mod:`omni_speech_accel.bench.driver`, as ``verify`` and
+No pytest in here. The stage itself is built and driven by :mod:`omni_speech_accel.measure.driver`, as ``verify`` and
 ``bench`` do it.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from omni_speech_accel.bench.driver import Code2WavDriver, Payload, stream_payloads
-from omni_speech_accel.bench.profile import StageProfile, stage_profile
-from omni_speech_accel.bench.references import Reference
+from omni_speech_accel.measure.driver import Code2WavDriver, Payload, stream_payloads
+from omni_speech_accel.measure.stage_profile import StageProfile, stage_profile
+from omni_speech_accel.synthetic.bench_references import Reference
 from tests.fixtures_checkpoint import _cache_folder, _code_digest
 
 SAMPLES_PER_CODE = 960  # 24 kHz audio, 25 codec tokens a second
@@ -27,7 +27,7 @@ LOOKAHEAD = 3  # codec tokens; flow.yaml: pre_lookahead_len
 
 def checkpoint(size: str = "full") -> Path:
     """A seed 0 model directory of ``size`` (``full``: 1.2 GB), written once and shared between processes."""
-    from omni_speech_accel.checkpoint import read_checkpoint_info, write_checkpoint
+    from omni_speech_accel.synthetic import read_checkpoint_info, write_checkpoint
 
     folder = _cache_folder()
     directory = folder / f"{size}-{_code_digest()}"

@@ -82,7 +82,7 @@ step() {
 }
 
 all_steps() {
-    local host=$1 cli=("$python" -m omni_speech_accel.cli) mark=gpu model name dir=$results/$1
+    local host=$1 cli=("$python" -m omni_speech_accel) mark=gpu model name dir=$results/$1
     use_host "$host"
     [ "$device" != npu ] || mark=npu
     mkdir -p "$dir"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from omni_speech_accel.bench.driver import Code2WavDriver
-from omni_speech_accel.bench.references import Reference, distinct_references
-from omni_speech_accel.patches import cold_reference_batch, cross_reference_decode
-from omni_speech_accel.patches import reference_groups as groups
+from omni_speech_accel.items import _reference_groups as groups
+from omni_speech_accel.items import cold_reference_batch, cross_reference_decode
+from omni_speech_accel.measure.driver import Code2WavDriver
+from omni_speech_accel.synthetic.bench_references import Reference, distinct_references
 from tests.gpu import different_voices as voices
 from tests.gpu import harness
 

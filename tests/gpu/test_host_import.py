@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from omni_speech_accel import host
-from omni_speech_accel.bench.references import distinct_references
-from omni_speech_accel.patches import PATCHES
+from omni_speech_accel.host import source as host
+from omni_speech_accel.plugin.table import PATCHES
+from omni_speech_accel.synthetic.bench_references import distinct_references
 from tests.gpu import harness
 from tests.gpu.conftest import Code2WavFactory
 

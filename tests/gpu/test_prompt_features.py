@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from omni_speech_accel.bench.driver import PromptDriver
-from omni_speech_accel.patches import PATCHES
+from omni_speech_accel.measure.driver import PromptDriver
+from omni_speech_accel.plugin.table import PATCHES
 from omni_speech_accel.runtime import accelerator_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.npu]
@@ -29,7 +29,7 @@ def block(*keys: str) -> dict[str, bool]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from omni_speech_accel.checkpoint.references import reference_wavs
+    from omni_speech_accel.synthetic.references import reference_wavs
 
     return reference_wavs(tmp_path_factory.mktemp("references"))[0]
 
@@ -201,8 +201,8 @@ def test_a_backlog_of_decode_work_does_not_hold_the_host(on: PromptDriver, refer
 SANITIZED = """
 import sys, torch
 from pathlib import Path
-from omni_speech_accel.bench.driver import PromptDriver, ready_platform
-from omni_speech_accel.patches import PATCHES
+from omni_speech_accel.measure.driver import PromptDriver, ready_platform
+from omni_speech_accel.plugin.table import PATCHES
 items = {items!r}
 platform = ready_platform()
 driver = PromptDriver(Path({model!r}), platform, block={{patch.key: patch.key in items for patch in PATCHES}})

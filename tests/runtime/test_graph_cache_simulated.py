@@ -12,15 +12,7 @@ import torch
 
 from omni_speech_accel.runtime import Accelerator, GraphCache, PlainCounters, RuntimeSetupError
 from omni_speech_accel.runtime import graph_cache as graph_cache_module
-from tests.simulator import (
-    DEVICE,
-    CaptureError,
-    Schedule,
-    SimulatedDevice,
-    SimulatedStream,
-    SimulatedTensor,
-    read,
-)
+from tests.simulator import DEVICE, CaptureError, Schedule, SimulatedDevice, SimulatedStream, SimulatedTensor, read
 
 FRAMES = 6
 SEEDS = range(24)

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from omni_speech_accel import __version__
-from omni_speech_accel.checkpoint import reference_wavs
-from omni_speech_accel.host import host_info
-from omni_speech_accel.patches import PATCHES
+from omni_speech_accel.host.source import host_info
+from omni_speech_accel.plugin.table import PATCHES
+from omni_speech_accel.synthetic import reference_wavs
 from tests.speech_server.client import (
     SAMPLES_PER_CODE,
     RequestRefused,

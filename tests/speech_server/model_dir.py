@@ -12,7 +12,7 @@ import shutil
 import struct
 from pathlib import Path
 
-from omni_speech_accel.checkpoint import Size, read_checkpoint_info, write_checkpoint
+from omni_speech_accel.synthetic import Size, read_checkpoint_info, write_checkpoint
 
 _TINY_MODEL = Path(__file__).resolve().parent / "model"
 

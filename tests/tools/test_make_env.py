@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-STACKS: dict[str, dict[str, Any]] = json.loads((REPO / "omni_speech_accel" / "stacks.json").read_text())["stacks"]
+STACKS: dict[str, dict[str, Any]] = json.loads((REPO / "omni_speech_accel" / "host" / "stacks.json").read_text())[
+    "stacks"
+]
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 

@@ -213,7 +213,7 @@ def test_a_recording_that_fails_to_be_written_leaves_the_older_one(upstream, rec
 
 def stopped(number: int, *arguments: str) -> tuple[int, str, str]:
     """The command in a process of its own, sent a signal once it has begun its second transition."""
-    command = [sys.executable, "-c", "from omni_speech_accel.cli import main; main()", "transitions", *arguments]
+    command = [sys.executable, "-c", "from omni_speech_accel.cli.app import main; main()", "transitions", *arguments]
     environment = {**os.environ, "COLUMNS": "240", "PYTHONUNBUFFERED": "1", "VLLM_API_KEY": ""}
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(

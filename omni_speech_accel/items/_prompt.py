@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the prompt-feature items share: the tokenizer's short path and the speaker model's kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from omni_speech_accel.plugin.session import StageSession, attach
+
+__all__ = ["S3_MAX_FRAMES", "is_device_speaker_model", "loads_now", "quantize_short", "takes_short_path"]
+
+S3_MAX_FRAMES = 3000
+"""Longest mel, in 10 ms frames, that s3tokenizer quantizes in one window.
+
+Source: ``max_frames`` in ``s3tokenizer.model_v2.S3TokenizerV2.quantize``; a test reads it there. Longer audio is cut
+into overlapping windows by the library, which is left to it.
+"""
+
+
+def loads_now(session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Call ``_ensure_models_loaded``; true where this very call has loaded the models.
+
+    The tokenizer is then bound to the core's session, so that its ``quantize`` knows whose settings hold.
+    """
+    loaded = core._models_loaded
+    wrapped(*args, **kwargs)
+    if loaded or not core._models_loaded:
+        return False
+    attach(core._audio_tokenizer, session)
+    return True
+
+
+def takes_short_path(mel: torch.Tensor) -> bool:
+    """Whether ``mel`` ``[B, 128, T]`` fits one window, told from its shape.
+
+    The library asks ``(mel_len > max_frames).any()`` of device lengths, which drains the device queue; a length is
+    never above ``T``, so the shape answers without asking the device.
+    """
+    return mel.shape[-1] <= S3_MAX_FRAMES
+
+
+@torch.inference_mode()
+def quantize_short(tokenizer: Any, mel: torch.Tensor, mel_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codec tokens ``[B, T']`` and their lengths ``[B]`` of mels that fit one window: encoder, then quantizer."""
+    hidden, code_len = tokenizer.encoder(mel, mel_len)
+    return tokenizer.quantizer.encode(hidden), code_len
+
+
+def is_device_speaker_model(model: Any) -> bool:
+    """Whether ``model`` is a torch CAM++ (ours or the host's), as opposed to an onnxruntime or TensorRT session."""
+    from omni_speech_accel.campplus.model import Campplus
+
+    return isinstance(model, Campplus) or isinstance(getattr(model, "model", None), torch.nn.Module)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``speaker_device``: the CAM++ speaker embedding where the rest of the model runs.
+
+Stock runs ``campplus.onnx`` in CPU onnxruntime with one thread unless TensorRT or
+an NPU is there: 77-79 ms of the 144-155 ms that one reference costs on an H200
+host. Our CAM++ is built from the same file and checked against onnxruntime over
+several lengths when it is loaded; outside the tolerance stock's session stays.
+A device model that the host installs itself is left in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from omni_speech_accel.items._prompt import loads_now
+from omni_speech_accel.plugin.session import StageSession
+
+__all__ = [
+    "enable_device_spk_embedding",
+    "enable_trt_spk_embedding",
+    "ensure_models_loaded",
+    "forward_spk_embedding",
+]
+
+KEY = "speaker_device"
+
+
+def _is_cpu_session(model: Any) -> bool:
+    import onnxruntime
+
+    return model is None or isinstance(model, onnxruntime.InferenceSession)
+
+
+def _is_ours(model: Any) -> bool:
+    from omni_speech_accel.campplus.model import Campplus
+
+    return isinstance(model, Campplus)
+
+
+def _load(session: StageSession, core: Any) -> Any | None:
+    """Our CAM++ on the core's device, or ``None`` with the item rejected for this stage."""
+    from omni_speech_accel.campplus.model import load_campplus
+
+    onnx_path = Path(core.model_path) / "campplus.onnx"
+    try:
+        return load_campplus(onnx_path, core.device)
+    except Exception as error:
+        # Whatever keeps our model from standing (format, parity, memory), stock's own session serves the stage.
+        session.reject(KEY, f"{type(error).__name__}: {error}")
+        return None
+
+
+def ensure_models_loaded(
+    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Put our CAM++ in place of stock's CPU session once the models are loaded."""
+    if not loads_now(session, wrapped, core, args, kwargs):
+        return
+    if _is_ours(core._spk_model):
+        return
+    if not _is_cpu_session(core._spk_model):
+        session.reject(KEY, f"the host's own {type(core._spk_model).__name__} is used")
+        return
+    model = _load(session, core)
+    if model is not None:
+        core._spk_model = model
+
+
+def forward_spk_embedding(
+    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Count the embeddings that stock's method has our model make. Where ``speaker_graph`` replays, that one counts."""
+    if _is_ours(core.spk_model):
+        session.counters(KEY).inc("calls")
+    return wrapped(*args, **kwargs)
+
+
+def enable_trt_spk_embedding(
+    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Stock's TensorRT switch, also for callers that pass a later host's ``cpu_reference``.
+
+    ``cpu_reference`` tells those hosts to keep a CPU session beside the engine for comparison; a host without the
+    parameter has none to keep.
+    """
+    wrapped(*args, **_known(wrapped, kwargs, "cpu_reference"))
+
+
+def enable_device_spk_embedding(
+    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Stock's device switch, also for callers that pass a later host's ``use_trt``.
+
+    ``use_trt=False`` on CUDA asks for a torch model instead of TensorRT: that is our CAM++.
+    """
+    use_trt = kwargs.get("use_trt", True)
+    if not use_trt and core.device.type == "cuda":
+        model = _load(session, core)
+        if model is not None:
+            core._spk_model = model
+            return
+    wrapped(*args, **_known(wrapped, kwargs, "use_trt"))
+
+
+def _known(wrapped: Any, kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+    """``kwargs`` without ``name`` where this host's method does not take it."""
+    if name in kwargs and name not in inspect.signature(wrapped).parameters:
+        return {key: value for key, value in kwargs.items() if key != name}
+    return kwargs

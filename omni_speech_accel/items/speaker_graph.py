@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``speaker_graph``: CAM++ as one graph per frame count.
+
+Eager CAM++ is launch-bound: about 1,150 launches and 16 ms on an H200 host (5 as a
+replay), 33 ms on the reference thread's NPU (10.69 there as a replay). Lengths are exact: padding changes an embedding.
+
+The weights are shared by every replica in the process; graphs and their static
+buffers belong to one stage, so that each stage's ``max_graphs`` and counters are
+its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from omni_speech_accel import runtime
+from omni_speech_accel.items._prompt import is_device_speaker_model
+from omni_speech_accel.plugin.session import StageSession
+from omni_speech_accel.plugin.settings import GraphOptions
+
+__all__ = ["forward_spk_embedding"]
+
+KEY = "speaker_graph"
+
+
+def _graphs(session: StageSession, device: torch.device) -> runtime.GraphCache:
+    options = session.options(KEY)
+    assert isinstance(options, GraphOptions)
+    return runtime.GraphCache(
+        "CAM++", runtime.accelerator_for(device), device, options.max_graphs, session.counters(KEY)
+    )
+
+
+def forward_spk_embedding(
+    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``_forward_spk_embedding(spk_feat [T, 80]) -> [1, 192]``, replayed where the model is a torch CAM++."""
+    model = core.spk_model
+    if not is_device_speaker_model(model) or hasattr(model, "_graphs"):
+        # An onnxruntime or TensorRT session, or a host whose CAM++ replays graphs of its own.
+        return wrapped(*args, **kwargs)
+    return _replay(session, core, model, *args, **kwargs)
+
+
+def _replay(session: StageSession, core: Any, model: Any, spk_feat: torch.Tensor) -> Any:
+    features = runtime.upload(spk_feat, core.device)
+    graphs = session.state(KEY, partial(_graphs, session, features.device))
+    return graphs.run(features.shape[0], model, features)

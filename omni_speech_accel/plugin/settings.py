@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The deploy-YAML block ``omni_speech_accel`` -> validated settings.
+
+A stage reads up to two blocks: ``connectors.*.extra`` and
+``stages[].additional_config``; the second overrides the first, item by item
+(:func:`resolve`).
+No block: every item is off. A block that is wrong in any way raises
+:class:`SettingsError` at start-up; it never falls back silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from omni_speech_accel.plugin import kill_switch_problem
+
+__all__ = [
+    "BLOCK",
+    "ColdReferenceOptions",
+    "CrossReferenceOptions",
+    "FullGraphOptions",
+    "GraphOptions",
+    "ItemOptions",
+    "Settings",
+    "SettingsError",
+    "parse_block",
+    "resolve",
+]
+
+BLOCK = "omni_speech_accel"
+
+_WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+
+
+class SettingsError(ValueError):
+    """A wrong ``omni_speech_accel`` block: the message names the key, its place and the nearest valid name."""
+
+
+class ItemOptions(BaseModel):
+    """Options that every item takes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    enabled: bool = True
+
+
+class GraphOptions(ItemOptions):
+    """Options of an item that captures one graph per shape."""
+
+    max_graphs: int = Field(default=2, ge=0, le=64, description="Shapes captured; first seen, first captured.")
+
+
+class ColdReferenceOptions(ItemOptions):
+    """Options of ``cold_reference_batch``."""
+
+    max_batch: int | None = Field(
+        default=None, ge=1, le=64, description="References solved together; default: the stage's microbatch."
+    )
+    max_memory_mib: int | None = Field(
+        default=None, ge=64, description="Cap on the transient memory of one solve; default: half of the free memory."
+    )
+    encoder_graphs: int = Field(
+        default=4,
+        ge=0,
+        le=64,
+        description="Graphs of the prompt encoder, one per group size and reference length (CUDA).",
+    )
+
+
+class CrossReferenceOptions(ItemOptions):
+    """Options of ``cross_reference_decode``."""
+
+    max_batch: int | None = Field(
+        default=None, ge=1, le=256, description="Rows of one joined decode; default: the host's largest graphed batch."
+    )
+    max_memory_mib: int | None = Field(
+        default=None,
+        ge=64,
+        description="Cap on the transient memory of a joined decode that stacks its rows' caches; "
+        "default: half of the free memory.",
+    )
+
+
+class FullGraphOptions(ItemOptions):
+    """Options of ``fish_omni_full_graph``."""
+
+    keep_piecewise_above: bool = Field(
+        default=False, description="Keep the stock capture sizes above max_num_seqs for prefill and mixed batches."
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Validated settings of one model instance. ``present`` is false where the YAML has no block."""
+
+    present: bool = False
+    items: Mapping[str, ItemOptions] = field(default_factory=dict)
+
+    def enabled(self, key: str) -> bool:
+        """Whether the item ``key`` is asked for."""
+        options = self.items.get(key)
+        return options is not None and options.enabled
+
+    def options(self, key: str) -> ItemOptions:
+        """The options of item ``key``; raises ``KeyError`` where the block is absent."""
+        return self.items[key]
+
+
+def _known() -> Mapping[str, tuple[type[ItemOptions], bool]]:
+    from omni_speech_accel.plugin.table import PATCHES
+
+    return {patch.key: (globals()[patch.options], patch.default) for patch in PATCHES}
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f'did you mean "{close[0]}"? ' if close else ""
+
+
+def _word(value: Any) -> Any:
+    """YAML gives ``"false"`` as a string where it is quoted or comes from the environment: it is false."""
+    return _WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
+def _error(place: str, problem: str) -> SettingsError:
+    return SettingsError(f"omni_speech_accel: {place}: {problem}")
+
+
+def _item(place: str, model: type[ItemOptions], value: Any) -> ItemOptions:
+    value = _word(value)
+    if isinstance(value, bool):
+        return model(enabled=value)
+    if not isinstance(value, Mapping):
+        raise _error(place, f"takes true, false or a mapping of options, not {value!r}")
+    values = {key: _word(option) if key == "enabled" else option for key, option in value.items()}
+    try:
+        return model(**{str(key): option for key, option in values.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = ".".join(str(part) for part in first["loc"])
+        valid = sorted(model.model_fields)
+        if first["type"] == "extra_forbidden":
+            problem = f"unknown option; {_nearest(option, valid)}valid options: {', '.join(valid)}"
+        else:
+            problem = f"{first['msg']} (got {first['input']!r})"
+        raise _error(f"{place}.{option}", problem) from None
+
+
+def parse_block(value: Any, place: str = BLOCK) -> dict[str, ItemOptions]:
+    """Validate one block and fill in the items that it does not name.
+
+    Args:
+        value: ``True``, ``False`` or a mapping from item to ``True``, ``False`` or its options.
+        place: Where the block stands, for messages.
+
+    Raises:
+        SettingsError: An unknown item or option, a wrong type, or an option out of range.
+    """
+    known = _known()
+    value = _word(value)
+    if isinstance(value, bool):
+        return {key: model(enabled=default and value) for key, (model, default) in known.items()}
+    if not isinstance(value, Mapping):
+        raise _error(place, f"takes true, false or a mapping of items, not {value!r}")
+    unknown = [str(key) for key in value if key not in known]
+    if unknown:
+        valid = list(known)
+        raise _error(
+            f"{place}.{unknown[0]}",
+            f"unknown item; {_nearest(unknown[0], valid)}valid items: {', '.join(valid)}",
+        )
+    return {
+        key: _item(f"{place}.{key}", model, value[key]) if key in value else model(enabled=default)
+        for key, (model, default) in known.items()
+    }
+
+
+def resolve(*layers: tuple[str, Any]) -> Settings:
+    """Merge blocks, later ones overriding earlier ones item by item, into :class:`Settings`.
+
+    A mapping overrides the items that it names; over ``false`` all others stay off. ``true`` and ``false`` override
+    every item.
+
+    Args:
+        layers: ``(place, block)`` pairs. A block may be a bool or a mapping.
+
+    Raises:
+        SettingsError: Any layer is wrong, overridden ones included, or the kill switch has no known value.
+    """
+    if not layers:
+        return Settings()
+    problem = kill_switch_problem()
+    if problem:
+        raise SettingsError(problem)
+    merged: Any = None
+    for place, block in layers:
+        parse_block(block, place)
+        block = _word(block)
+        if isinstance(block, Mapping) and merged is False:
+            # Everything was off: what this layer does not name stays off.
+            merged = dict.fromkeys(_known(), False)
+        merged = {**merged, **block} if isinstance(block, Mapping) and isinstance(merged, Mapping) else block
+    return Settings(present=True, items=parse_block(merged, layers[-1][0]))

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one ordered table of patches.
+
+A row says what an item does, why, which host symbols it needs, how far its
+result may differ from stock, and when it may retire. README, ``status``, the
+configs and the docs are made from this table. Importing it imports nothing
+else, so the entry point may read it in every vLLM process.
+
+Order matters where items wrap one symbol: a later row wraps an earlier one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PATCHES", "Hook", "Patch", "Symbol", "patch_for"]
+
+_MODELS = "vllm_omni.model_executor.models"
+CORE_MODULE = f"{_MODELS}.step_audio2.step_audio2_token2wav"
+CODE2WAV_MODULE = f"{_MODELS}.minicpmo_4_5.minicpmo_4_5_code2wav"
+BATCHED_MODULE = f"{_MODELS}.minicpmo_4_5.batched_token2wav"
+GRAPHS_MODULE = f"{_MODELS}.minicpmo_4_5.cuda_graph_wrapper"
+TALKER_MODULE = f"{_MODELS}.minicpmo_4_5.minicpmo_4_5_omni_tts"
+TALKER_SAMPLE_MODULE = f"{_MODELS}.minicpmo_4_5.talker_codec_sample"
+TOKENIZER_MODULE = "s3tokenizer.model_v2"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A host symbol that a patch needs.
+
+    ``parameters`` are the names the patch passes or reads; the host may have
+    more only where they have defaults. ``restated`` marks a body that the patch
+    restates instead of calling: it fits only where the body is a verified one.
+    """
+
+    module: str
+    qualname: str
+    parameters: tuple[str, ...] | None = None
+    restated: bool = False
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A wrapper around one host symbol.
+
+    ``wrapper`` is ``function`` in the patch's module, called as
+    ``function(session, wrapped, instance, args, kwargs)`` where the item is on.
+    An ``optional`` hook's symbol may be missing: some hosts have no such method.
+    """
+
+    symbol: Symbol
+    wrapper: str
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One row: an item that a deploy YAML can switch on its own.
+
+    ``kinds`` are the stage models in which the item acts: ``code2wav`` (MiniCPM-o stage 2), ``token2wav``
+    (Step-Audio 2, or a Token2Wav core on its own), ``talker`` (MiniCPM-o stage 1); ``deploy``: on the deploy config.
+    """
+
+    key: str
+    summary: str
+    why: str
+    parity: str
+    retire: str
+    hooks: tuple[Hook, ...] = ()
+    needs: tuple[Symbol, ...] = ()
+    native: tuple[Symbol, ...] = ()
+    platforms: tuple[str, ...] = ("cuda", "npu", "cpu")
+    default: bool = True
+    options: str = "ItemOptions"
+    kinds: tuple[str, ...] = ("code2wav", "token2wav")
+    stages: str = "MiniCPM-o stage 2, Step-Audio 2 Token2Wav"
+
+    @property
+    def module(self) -> str:
+        """The module that holds the item's code."""
+        return f"omni_speech_accel.items.{self.key}"
+
+    @property
+    def symbols(self) -> tuple[Symbol, ...]:
+        """Every host symbol the item needs."""
+        return tuple(hook.symbol for hook in self.hooks if not hook.optional) + self.needs
+
+
+def _core(name: str, *parameters: str) -> Symbol:
+    return Symbol(CORE_MODULE, f"StepAudio2Token2WavCore.{name}", ("self", *parameters))
+
+
+_ENSURE_LOADED = _core("_ensure_models_loaded")
+_PREPARE_PROMPT = _core("_prepare_prompt", "prompt_wav")
+_SPEAKER = _core("_forward_spk_embedding", "spk_feat")
+_QUANTIZE = Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize", ("self", "mel", "mel_len"), restated=True)
+_ENCODER = Symbol(TOKENIZER_MODULE, "AudioEncoderV2.forward", ("self", "x", "x_len"))
+
+
+def _batched(name: str, *parameters: str) -> Symbol:
+    return Symbol(BATCHED_MODULE, f"BatchedToken2Wav.{name}", ("self", *parameters))
+
+
+def _code2wav(name: str, *parameters: str) -> Symbol:
+    return Symbol(CODE2WAV_MODULE, f"MiniCPMO45Code2Wav.{name}", ("self", *parameters) if parameters else None)
+
+
+_PREPARE_FEATURES = _batched("prepare_prompt", "prompt_cache_id", "prompt_wav")
+_SETUP_BATCH = _batched("setup_batch", "features", "batch_size")
+_DECODE_CFM = _batched("_decode_cfm", "mu", "speakers", "cond", "cnn_cache", "att_cache")
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        key="stop_index_cache",
+        summary="Talker stop censoring keeps its constant index tensor, one per (stop ids, device).",
+        why="Each frame rebuilt it with torch.tensor(..., device=...), a blocking host-to-device copy.",
+        parity="bit-exact",
+        retire="when the host keeps the index itself",
+        kinds=("talker",),
+        stages="MiniCPM-o stage 1 (talker)",
+        hooks=(
+            Hook(
+                Symbol(
+                    TALKER_SAMPLE_MODULE,
+                    "_censor_stop_logits",
+                    ("logits", "state", "min_tokens", "stop_ids", "eos_window_masked"),
+                    restated=True,
+                ),
+                "censor_stop_logits",
+            ),
+        ),
+        needs=(
+            Symbol(TALKER_MODULE, "MiniCPMO45OmniTTSForConditionalGeneration._sample_audio_code"),
+            Symbol(TALKER_MODULE, "MiniCPMO45OmniTTSForConditionalGeneration._sample_audio_code_greedy"),
+        ),
+    ),
+    Patch(
+        key="sync_free_prompt",
+        summary="Prompt features never wait for the device: pinned uploads, short audio without the mask test.",
+        why="py-spy on the reference setup: _prepare_prompt took 57.5 % of stage-2 host time at concurrency 8; each "
+        "pageable upload, the .any() in quantize and freqs_cis.to(device) drains the device queue.",
+        parity="bit-exact",
+        retire="when the host stages its uploads and picks the short path itself",
+        native=(_core("_quantize_s3_eager"),),
+        hooks=(
+            Hook(_ENSURE_LOADED, "ensure_models_loaded"),
+            Hook(_PREPARE_PROMPT, "prepare_prompt"),
+            Hook(_QUANTIZE, "quantize"),
+        ),
+        needs=(_ENCODER,),
+    ),
+    Patch(
+        key="speaker_device",
+        summary="CAM++ speaker embedding on the accelerator, built from campplus.onnx, instead of CPU onnxruntime.",
+        why="campplus on CPU onnxruntime is 77-79 ms of a 144-155 ms prompt setup on an H200 host.",
+        parity="relative error <= 2e-5 to onnxruntime, checked at load over several lengths (fp32, another order of "
+        "summation)",
+        retire="when the host runs campplus on every accelerator",
+        hooks=(
+            Hook(_ENSURE_LOADED, "ensure_models_loaded"),
+            Hook(_core("enable_trt_spk_embedding"), "enable_trt_spk_embedding", optional=True),
+            Hook(_core("enable_device_spk_embedding"), "enable_device_spk_embedding", optional=True),
+            Hook(_SPEAKER, "forward_spk_embedding"),
+        ),
+    ),
+    Patch(
+        key="speaker_graph",
+        summary="CAM++ captured as one graph per frame count.",
+        why="Eager CAM++ is about 1,150 launches, 16 ms on an H200 host; a replay is one, 5 ms.",
+        parity="equal to eager CAM++ on the same device within 1e-5 relative",
+        retire="never while campplus is launch-bound",
+        platforms=("cuda", "npu"),
+        options="GraphOptions",
+        hooks=(Hook(_SPEAKER, "forward_spk_embedding"),),
+    ),
+    Patch(
+        key="speaker_stream",
+        summary="CAM++ on a private stream, joined by an event.",
+        why="On the decode stream the campplus kernels queue behind the decode backlog (100 ms -> 43 ms in the "
+        "reference thread, on its NPU).",
+        parity="bit-exact",
+        retire="never while prompt setup shares a device with decode",
+        platforms=("cuda", "npu"),
+        hooks=(Hook(_SPEAKER, "forward_spk_embedding"),),
+    ),
+    Patch(
+        key="s3_graph",
+        summary="S3 quantize captured as one graph per frame count.",
+        why="Eager quantize is 7-8 ms of launches per reference on an H200 host; a replay takes 4 ms.",
+        parity="codes and lengths bit-equal to eager",
+        retire="never while quantize is launch-bound",
+        native=(_core("_quantize_s3_graph"),),
+        platforms=("cuda", "npu"),
+        options="GraphOptions",
+        hooks=(
+            Hook(_ENSURE_LOADED, "ensure_models_loaded"),
+            Hook(_QUANTIZE, "quantize"),
+        ),
+        needs=(_ENCODER,),
+    ),
+    Patch(
+        key="cold_reference_batch",
+        summary="Cold references of one step: their initial CFM solved as one batch.",
+        why="Eight new voices in one step are eight CFM solves: 692 ms on 0.30.0, 176 ms on 0.32.0rc1 (H200, "
+        "full-size weights).",
+        parity="states within the host's own spread over batch sizes (relative error <= 3e-4); bit-exact for a "
+        "reference that is solved alone",
+        retire="when the host solves the cold references of a step together",
+        options="ColdReferenceOptions",
+        stages="MiniCPM-o stage 2",
+        hooks=(
+            Hook(_code2wav("forward"), "forward"),
+            Hook(_code2wav("_iter_decode_batches", "buckets"), "iter_decode_batches"),
+            Hook(_batched("_create_initial_states", "features", "batch_size"), "create_initial_states"),
+            Hook(_batched("_encode_chunk", "tokens", "last_chunk", "cnn_cache", "att_cache"), "encode_chunk"),
+            Hook(_DECODE_CFM, "decode_cfm"),
+        ),
+        needs=(_PREPARE_FEATURES, _SETUP_BATCH, _batched("_ensure_relpos_pe", "tokens", "att_cache")),
+    ),
+    Patch(
+        key="cold_setup_precapture",
+        summary="Graphs of the initial CFM solve captured at start-up, after the decode graphs, smallest batch first.",
+        why="The first cold reference of a batch size waits for a capture.",
+        parity="bit-exact: the graphs that the host would capture later",
+        retire="when the host's precapture covers cache length zero",
+        platforms=("cuda", "npu"),
+        stages="MiniCPM-o stage 2",
+        hooks=(Hook(_batched("precapture_whole_euler", "features"), "precapture_whole_euler"),),
+        needs=(
+            _batched("_create_initial_states", "features", "batch_size"),
+            Symbol(GRAPHS_MODULE, "WholeEulerCFMGraphWrapper._graph_batches", ("self",)),
+            Symbol(GRAPHS_MODULE, "WholeEulerCFMGraphWrapper.stats_snapshot", ("self",)),
+        ),
+    ),
+    Patch(
+        key="cross_reference_decode",
+        summary="Rows of different references in one decode batch.",
+        why="Eight voices at once are eight batches of one: 653 ms per chunk against 143 ms on 0.30.0, 170 ms against "
+        "56 ms on 0.32.0rc1 (H200, full-size weights).",
+        parity="each row equals the host's separate call within the host's own spread over batch sizes, given the same "
+        "vocoder noise (drawn per call, so a seed gives other samples); bit-exact while all rows share a reference",
+        retire="when the host's decode batches no longer depend on the reference",
+        options="CrossReferenceOptions",
+        stages="MiniCPM-o stage 2",
+        hooks=(
+            Hook(_code2wav("_iter_decode_batches", "buckets"), "iter_decode_batches"),
+            Hook(_PREPARE_FEATURES, "prepare_prompt"),
+            Hook(_batched("decode_batch", "tokens", "features", "states", "last_chunk"), "decode_batch"),
+            Hook(_DECODE_CFM, "decode_cfm"),
+        ),
+        needs=(
+            _SETUP_BATCH,
+            Symbol(CODE2WAV_MODULE, "_RequestState"),
+            Symbol(CODE2WAV_MODULE, "_batch_error", ("reason",)),
+            Symbol(BATCHED_MODULE, "PromptFeatures"),
+        ),
+    ),
+    Patch(
+        key="fish_omni_full_graph",
+        summary="fish_omni stage 0 decodes from full graphs (FULL_AND_PIECEWISE), capture sizes up to max_num_seqs.",
+        why="PIECEWISE leaves the decode step eager: one stream made 17.3 frames/s so, and 22.4 to 22.9 with full "
+        "graphs, in the reference thread on its NPU.",
+        parity="no tensor of ours; the same kernels replayed. `transitions` compares two servers' speech",
+        retire="when the host's own deploy asks for FULL_AND_PIECEWISE on NPU: the item then finds nothing to change",
+        platforms=("npu",),
+        options="FullGraphOptions",
+        kinds=("deploy",),
+        stages="fish_omni stage 0",
+        needs=(
+            Symbol(
+                "vllm_omni.config.omni_config",
+                "VllmOmniConfig.from_pipeline_config",
+                ("cls", "pipeline_cfg", "user_deploy_config", "deploy_config_path", "cli_overrides", "strategy_specs"),
+            ),
+            Symbol("vllm_omni.config.stage_config", "_apply_platform_overrides", ("deploy", "platform")),
+            Symbol(f"{_MODELS}.fish_omni.fish_omni_model", "FishOmniForConditionalGeneration"),
+        ),
+    ),
+)
+
+
+def patch_for(key: str) -> Patch:
+    """The row of item ``key``; raises ``KeyError``."""
+    for patch in PATCHES:
+        if patch.key == key:
+            return patch
+    raise KeyError(key)

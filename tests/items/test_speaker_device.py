@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+
+from omni_speech_accel.campplus.model import Campplus
+from omni_speech_accel.items import speaker_device
+from omni_speech_accel.plugin.session import session_of, use_session
+from tests.items.conftest import drop_chunk_buffers, only, session_for
+
+KEY = "speaker_device"
+RELATIVE = 2e-5
+COSINE = 0.99999
+
+
+@pytest.fixture(scope="module")
+def core(core_factory: Any) -> Any:
+    return core_factory(session_for(only(KEY)))
+
+
+@pytest.mark.parametrize("frames", [20, 99, 198, 400, 598, 733])
+def test_the_embedding_is_stocks_within_the_stated_tolerance(core: Any, stock_core: Any, frames: int) -> None:
+    feature = torch.randn(frames, 80, generator=torch.Generator().manual_seed(frames))
+    on, stock = core._forward_spk_embedding(feature), stock_core._forward_spk_embedding(feature)
+    assert isinstance(core._spk_model, Campplus)
+    assert isinstance(stock_core.spk_model, onnxruntime.InferenceSession)
+    assert (on.shape, on.dtype, on.device) == (stock.shape, stock.dtype, stock.device)
+    assert float((on - stock).norm() / stock.norm()) <= RELATIVE
+    assert float(torch.cosine_similarity(on, stock)) >= COSINE
+
+
+def test_the_other_prompt_features_are_untouched(core: Any, stock_core: Any, wav: Any) -> None:
+    path = wav(1.2)
+    on, stock = core._prepare_prompt(path), stock_core._prepare_prompt(path)
+    for index in (0, 1, 3, 4):
+        assert torch.equal(on[index], stock[index])
+
+
+def test_each_embedding_of_our_model_is_counted(quick_core: Any) -> None:
+    session = session_for(only(KEY))
+    core = quick_core(session)
+    core._forward_spk_embedding(torch.randn(60, 80))
+    core._forward_spk_embedding(torch.randn(60, 80))
+    assert session.snapshot() == {KEY: {"calls": 2}}
+
+
+def test_a_core_without_the_item_keeps_onnxruntime(quick_core: Any) -> None:
+    off = quick_core(session_for(only()))
+    assert isinstance(off.spk_model, onnxruntime.InferenceSession)
+
+
+@pytest.fixture
+def broken_checkpoint(small_checkpoint: Path, tmp_path: Path) -> Path:
+    """The checkpoint with a campplus.onnx of its own, to be damaged."""
+    target = tmp_path / "token2wav"
+    target.mkdir()
+    for source in (small_checkpoint / "assets" / "token2wav").iterdir():
+        if source.name == "campplus.onnx":
+            shutil.copy(source, target / source.name)
+        else:
+            (target / source.name).symlink_to(source.resolve())
+    return target
+
+
+def load(directory: Path) -> Any:
+    from vllm_omni.model_executor.models.step_audio2.step_audio2_token2wav import StepAudio2Token2WavCore
+
+    session = session_for(only(KEY))
+    with use_session(session):
+        core = StepAudio2Token2WavCore(str(directory), device="cpu", n_timesteps=2)
+    core._ensure_models_loaded()
+    drop_chunk_buffers(core)
+    return core
+
+
+def test_a_model_outside_the_parity_gate_is_not_applied_and_says_so(
+    core_factory: Any, broken_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from omni_speech_accel.campplus import model as campplus
+
+    build = campplus.build_campplus
+
+    def perturbed(*args: Any) -> Campplus:
+        made = build(*args)
+        with torch.no_grad():
+            max(made.model.buffers(), key=lambda value: value.numel()).mul_(1.01)
+        return made
+
+    monkeypatch.setattr(campplus, "build_campplus", perturbed)
+    core = load(broken_checkpoint)
+    session = session_of(core)
+    assert session is not None
+    assert not session.on(KEY)
+    assert "CampplusParityError" in session.not_applied[KEY]
+    assert isinstance(core.spk_model, onnxruntime.InferenceSession)
+
+
+def test_a_file_of_another_format_is_not_applied_and_stock_serves(core_factory: Any, broken_checkpoint: Path) -> None:
+    import onnx
+
+    path = broken_checkpoint / "campplus.onnx"
+    model = onnx.load(str(path))
+    for node in model.graph.node:
+        if node.op_type == "Conv":
+            node.name = "/elsewhere/" + node.name
+    onnx.save(model, str(path))
+    core = load(broken_checkpoint)
+    session = session_of(core)
+    assert session is not None
+    assert "CampplusFormatError" in session.not_applied[KEY]
+    assert torch.isfinite(core._forward_spk_embedding(torch.randn(100, 80))).all()
+
+
+def test_a_device_model_that_the_host_installed_is_kept() -> None:
+    session = session_for(only(KEY))
+    own = SimpleNamespace(model=torch.nn.Identity())
+    core = SimpleNamespace(_models_loaded=False, _spk_model=own, _audio_tokenizer=SimpleNamespace())
+
+    def stock_load() -> None:
+        core._models_loaded = True
+
+    speaker_device.ensure_models_loaded(session, stock_load, core, (), {})
+    assert core._spk_model is own
+    assert session.not_applied[KEY] == "the host's own SimpleNamespace is used"
+
+
+def test_later_hosts_keyword_arguments_are_taken_where_the_host_lacks_them() -> None:
+    session = session_for(only(KEY))
+    core = SimpleNamespace(device=torch.device("npu" if hasattr(torch, "npu") else "cpu"))
+    calls: list[dict[str, Any]] = []
+
+    def without() -> None:
+        calls.append({})
+
+    def with_keywords(*, cpu_reference: bool = False, use_trt: bool = True) -> None:
+        calls.append({"cpu_reference": cpu_reference, "use_trt": use_trt})
+
+    speaker_device.enable_trt_spk_embedding(session, without, core, (), {"cpu_reference": True})
+    speaker_device.enable_device_spk_embedding(session, without, core, (), {"use_trt": False})
+    speaker_device.enable_trt_spk_embedding(session, with_keywords, core, (), {"cpu_reference": True})
+    speaker_device.enable_device_spk_embedding(session, with_keywords, core, (), {"use_trt": False})
+    assert calls == [
+        {},
+        {},
+        {"cpu_reference": True, "use_trt": True},
+        {"cpu_reference": False, "use_trt": False},
+    ]
+
+
+def test_an_unknown_keyword_is_still_an_error() -> None:
+    def without() -> None: ...
+
+    with pytest.raises(TypeError):
+        speaker_device.enable_trt_spk_embedding(
+            session_for(only(KEY)), without, SimpleNamespace(), (), {"cpu_refrence": True}
+        )
+
+
+def test_a_cuda_core_that_declines_tensorrt_gets_our_model(
+    small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = object()
+    monkeypatch.setattr("omni_speech_accel.campplus.model.load_campplus", lambda path, device: ours)
+    core = SimpleNamespace(
+        device=torch.device("cuda"), model_path=str(small_checkpoint / "assets" / "token2wav"), _spk_model=None
+    )
+
+    def stock() -> None:
+        raise AssertionError("TensorRT was declined")
+
+    speaker_device.enable_device_spk_embedding(session_for(only(KEY)), stock, core, (), {"use_trt": False})
+    assert core._spk_model is ours
