@@ -16,7 +16,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from omni_speech_accel.deploy.profiles import PROFILES, render_graph_mode_overlay, render_overlay
+from omni_speech_accel.deploy.overlay import render_graph_mode_overlay, render_overlay
+from omni_speech_accel.deploy.profiles import PROFILES
 from omni_speech_accel.items.fish_omni_full_graph import MODE, capture_sizes
 
 FOLDER = Path(__file__).resolve().parent.parent / "configs"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from omni_speech_accel.host import source as host
+from omni_speech_accel.plugin.fit import unfit_items
 from omni_speech_accel.plugin.session import (
     StageSession,
     attach,
@@ -15,7 +15,6 @@ from omni_speech_accel.plugin.session import (
     settings_from_vllm_config,
     use_session,
 )
-from omni_speech_accel.plugin.settings import Settings
 from omni_speech_accel.plugin.table import PATCHES
 
 logger = logging.getLogger("vllm.omni_speech_accel")
@@ -26,22 +25,6 @@ def device_type() -> str:
     from vllm_omni.platforms import current_omni_platform
 
     return getattr(current_omni_platform, "device_type", "") or "cpu"
-
-
-def unfit_items(settings: Settings, kind: str, device: str) -> dict[str, str]:
-    """``{item: reason}`` of the items of a stage of ``kind`` that cannot act on this host or device."""
-    reasons: dict[str, str] = {}
-    if not settings.present:
-        return reasons
-    for patch in PATCHES:
-        if kind not in patch.kinds:
-            continue
-        judged = host.fit(patch)
-        if not judged.applies:
-            reasons[patch.key] = judged.reason
-        elif device not in patch.platforms:
-            reasons[patch.key] = f"for {' and '.join(patch.platforms)}, not {device}"
-    return reasons
 
 
 _KINDS = {

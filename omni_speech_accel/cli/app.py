@@ -631,8 +631,7 @@ def config(
 
         omni-speech-accel config minicpmo_4_5.yaml --off s3_graph --option speaker_graph.max_graphs=4
     """
-    from omni_speech_accel.deploy.overlay import check_overlay, replaced, unavailable
-    from omni_speech_accel.deploy.profiles import render_overlay
+    from omni_speech_accel.deploy.overlay import check_overlay, render_overlay, replaced, unavailable
 
     with _errors_reported(as_json):
         chosen = _chosen(_names(on), _names(off), option or [])

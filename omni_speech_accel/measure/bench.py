@@ -23,9 +23,11 @@ from omni_speech_accel import __version__
 from omni_speech_accel.errors import BenchError
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.abba import Row, Summary, Turn, audio_ratio, comparable, schedule, summarize
-from omni_speech_accel.measure.checks import CHECKS, block_of
+from omni_speech_accel.measure.check import block_of
+from omni_speech_accel.measure.checks import CHECKS
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile
+from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.table import PATCHES
 from omni_speech_accel.synthetic.bench_references import REFERENCE_RATE, Reference, distinct_references, speech
 
@@ -151,7 +153,7 @@ def item_arms(items: Sequence[str], platform: str) -> list[Arm]:
         if items and patch.key not in items:
             continue
         check = CHECKS[patch.key]
-        judged = host.fit(patch)
+        judged = fit(patch)
         reason = "" if judged.applies else judged.reason
         if not reason and platform not in patch.platforms:
             reason = f"needs {' or '.join(patch.platforms)}"

@@ -7,27 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from omni_speech_accel.tolerance import EXACT, Tolerance
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EXACT", "Difference", "Tolerance", "compare"]
+__all__ = ["Difference", "compare"]
 
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What a comparison allows. ``relative``: L2 norm of the difference over that of stock; both bounds must hold."""
-
-    relative: float = 0.0
-    cosine: float | None = None
-
-    def __str__(self) -> str:
-        if self.relative == 0.0:
-            return "bit-exact"
-        text = f"relative <= {self.relative:.3g}"
-        return text if self.cosine is None else f"{text}, cosine >= {self.cosine}"
-
-
-EXACT = Tolerance()
 
 # Entries compared at a time: 128 MiB of float64.
 _PIECE = 1 << 24

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from omni_speech_accel.measure.checks import Check
+from omni_speech_accel.measure.check import Check
 from omni_speech_accel.measure.compare import Difference
 from omni_speech_accel.measure.workbench import Outcome, Workbench
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from omni_speech_accel import plugin
+from omni_speech_accel import environment, plugin
 from omni_speech_accel.errors import BenchError, ReferenceMixup
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.plugin.session import StageSession, attach, session_of
@@ -47,8 +47,8 @@ def ready_platform(wanted: str = "auto") -> str:
     Raises:
         BenchError: The host is missing, the kill switch is set, or the host's platform is not the wanted one.
     """
-    if plugin.killed():
-        raise BenchError(f"{plugin.KILL_SWITCH} switches the package off here: unset it for this command")
+    if environment.killed():
+        raise BenchError(f"{environment.KILL_SWITCH} switches the package off here: unset it for this command")
     plugin.register()
     if not plugin.is_registered():
         raise BenchError("the plugin could not be registered; the log says why")

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni_speech_accel.deploy.profiles import Profile, render_overlay
+from omni_speech_accel.deploy.overlay import render_overlay
+from omni_speech_accel.deploy.profiles import Profile
 from omni_speech_accel.errors import BenchError
 from omni_speech_accel.host import source as host
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omni_speech_accel.measure.checks import Check, block_of
+from omni_speech_accel.measure.check import Check, block_of
 from omni_speech_accel.measure.compare import Difference, compare
 from omni_speech_accel.measure.driver import PromptDriver
 from omni_speech_accel.measure.workbench import Outcome, Workbench, acted, refusal

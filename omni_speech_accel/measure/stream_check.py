@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from omni_speech_accel.measure.checks import Check, block_of
-from omni_speech_accel.measure.compare import Difference, Tolerance, compare
+from omni_speech_accel.measure.check import Check, block_of
+from omni_speech_accel.measure.compare import Difference, compare
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.measure.workbench import Outcome, Workbench, acted, refusal
 from omni_speech_accel.synthetic.bench_references import Reference, distinct_references
+from omni_speech_accel.tolerance import Tolerance
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,11 @@ from typing import Any
 from omni_speech_accel import __version__
 from omni_speech_accel.errors import BenchError
 from omni_speech_accel.host import source as host
-from omni_speech_accel.measure.checks import CHECKS, Check
+from omni_speech_accel.measure.check import Check
+from omni_speech_accel.measure.checks import CHECKS
 from omni_speech_accel.measure.compare import Difference
 from omni_speech_accel.measure.workbench import Outcome, Workbench
+from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
 __all__ = ["SCHEMA", "ItemResult", "VerifyReport", "select_items", "verify"]
@@ -161,7 +163,7 @@ def _run(bench: Workbench, patch: Patch, check: Check, asked: bool) -> ItemResul
             notes=outcome.notes,
         )
 
-    judged = host.fit(patch)
+    judged = fit(patch)
     if not judged.applies:
         return result(NOT_APPLIED, judged.reason)
     if bench.platform not in patch.platforms:

@@ -21,8 +21,8 @@ from typing import Any
 
 import wrapt
 
-from omni_speech_accel.plugin.anchors import ANCHORS
-from omni_speech_accel.plugin.table import PATCHES, Patch, Symbol
+from omni_speech_accel.host.source import Symbol
+from omni_speech_accel.plugin.table import ANCHORS, PATCHES, Patch
 
 __all__ = ["Bound", "bound", "install", "remove"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from omni_speech_accel.plugin import kill_switch_problem
+from omni_speech_accel.environment import kill_switch_problem
 
 __all__ = [
     "BLOCK",

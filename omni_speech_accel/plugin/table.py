@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PATCHES", "Hook", "Patch", "Symbol", "patch_for"]
+from omni_speech_accel.host.source import Symbol
+
+__all__ = ["ANCHORS", "PATCHES", "Anchor", "Hook", "Patch", "patch_for"]
 
 _MODELS = "vllm_omni.model_executor.models"
 CORE_MODULE = f"{_MODELS}.step_audio2.step_audio2_token2wav"
@@ -23,21 +25,6 @@ GRAPHS_MODULE = f"{_MODELS}.minicpmo_4_5.cuda_graph_wrapper"
 TALKER_MODULE = f"{_MODELS}.minicpmo_4_5.minicpmo_4_5_omni_tts"
 TALKER_SAMPLE_MODULE = f"{_MODELS}.minicpmo_4_5.talker_codec_sample"
 TOKENIZER_MODULE = "s3tokenizer.model_v2"
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """A host symbol that a patch needs.
-
-    ``parameters`` are the names the patch passes or reads; the host may have
-    more only where they have defaults. ``restated`` marks a body that the patch
-    restates instead of calling: it fits only where the body is a verified one.
-    """
-
-    module: str
-    qualname: str
-    parameters: tuple[str, ...] | None = None
-    restated: bool = False
 
 
 @dataclass(frozen=True)
@@ -286,3 +273,35 @@ def patch_for(key: str) -> Patch:
         if patch.key == key:
             return patch
     raise KeyError(key)
+
+
+CONFIG_MODULE = "vllm_omni.config.omni_config"
+
+
+_TALKER = "MiniCPMO45OmniTTSForConditionalGeneration"
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A wrapper called as ``wrapper(wrapped, instance, args, kwargs)`` of the module ``implementation``."""
+
+    symbol: Symbol
+    wrapper: str
+    implementation: str = "omni_speech_accel.anchors.stages"
+
+
+ANCHORS: tuple[Anchor, ...] = (
+    Anchor(Symbol(CODE2WAV_MODULE, "MiniCPMO45Code2Wav.__init__"), "stage_model_init"),
+    Anchor(Symbol(CODE2WAV_MODULE, "MiniCPMO45Code2Wav._build_backend"), "build_backend"),
+    Anchor(Symbol(BATCHED_MODULE, "BatchedToken2Wav.__init__"), "backend_init"),
+    Anchor(Symbol(CORE_MODULE, "StepAudio2Token2WavCore.__init__"), "core_init"),
+    Anchor(Symbol(CORE_MODULE, "StepAudio2Token2WavForConditionalGeneration.__init__"), "announced_model_init"),
+    Anchor(Symbol(TALKER_MODULE, f"{_TALKER}.__init__"), "announced_model_init"),
+    Anchor(Symbol(TALKER_MODULE, f"{_TALKER}._sample_audio_code"), "with_session"),
+    Anchor(Symbol(TALKER_MODULE, f"{_TALKER}._sample_audio_code_greedy"), "with_session"),
+    Anchor(
+        Symbol(CONFIG_MODULE, "VllmOmniConfig.from_pipeline_config"),
+        "from_pipeline_config",
+        "omni_speech_accel.anchors.deploy",
+    ),
+)

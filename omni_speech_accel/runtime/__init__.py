@@ -4,13 +4,8 @@
 No module outside this package names a device library; `accelerator_for(device)` is the way in.
 """
 
-from omni_speech_accel.runtime.accelerator import (
-    Accelerator,
-    CapturedGraph,
-    accelerator_for,
-    register_backend,
-    unregister_backend,
-)
+from omni_speech_accel.runtime.accelerator import Accelerator, CapturedGraph
+from omni_speech_accel.runtime.backends import accelerator_for, register_backend, unregister_backend
 from omni_speech_accel.runtime.counters import Counters, PlainCounters
 from omni_speech_accel.runtime.errors import RuntimeSetupError
 from omni_speech_accel.runtime.graph_cache import GraphCache

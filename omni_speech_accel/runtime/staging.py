@@ -15,7 +15,8 @@ from collections import deque
 
 import torch
 
-from omni_speech_accel.runtime.accelerator import Accelerator, Device, Event, accelerator_for
+from omni_speech_accel.runtime.accelerator import Accelerator, Device, Event
+from omni_speech_accel.runtime.backends import accelerator_for
 
 # For a driver that misorders pinned copies even so: every upload waits, as stock does.
 BLOCKING_COPY = "OMNI_SPEECH_ACCEL_BLOCKING_COPY"

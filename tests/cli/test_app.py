@@ -20,10 +20,11 @@ from typer.testing import CliRunner, Result
 from omni_speech_accel import __version__
 from omni_speech_accel.cli import measure as command
 from omni_speech_accel.cli.app import app
-from omni_speech_accel.deploy.files import find_blocks
+from omni_speech_accel.deploy.blocks import find_blocks
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.compare import Difference
 from omni_speech_accel.measure.verify import ItemResult, VerifyReport
+from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.settings import parse_block
 from omni_speech_accel.plugin.table import PATCHES
 
@@ -162,9 +163,7 @@ def test_config_prints_an_overlay_with_every_item_of_the_model() -> None:
     assert content["base_config"] == str(location / "deploy" / "minicpmo_4_5.yaml")
     block = block_of(content)
     items = {
-        patch.key: host.fit(patch).applies
-        for patch in PATCHES
-        if "MiniCPM-o" in patch.stages and "cuda" in patch.platforms
+        patch.key: fit(patch).applies for patch in PATCHES if "MiniCPM-o" in patch.stages and "cuda" in patch.platforms
     }
     assert block == items
     assert any(items.values())
@@ -250,9 +249,7 @@ BROKEN = ItemResult("speaker_device", "failed", "1 of 5 comparisons differ", "",
 def test_config_for_a_cpu_leaves_off_what_a_cpu_cannot_have() -> None:
     block = block_of(overlay("minicpmo_4_5.yaml", "--platform", "cpu", "--on", "s3_graph"))
     off = {
-        patch.key
-        for patch in PATCHES
-        if patch.key in block and not ("cpu" in patch.platforms and host.fit(patch).applies)
+        patch.key for patch in PATCHES if patch.key in block and not ("cpu" in patch.platforms and fit(patch).applies)
     } - {"s3_graph"}
     assert off
     assert {key for key, value in block.items() if value is False} == off

@@ -19,10 +19,11 @@ from omni_speech_accel.cli import status
 from omni_speech_accel.cli.status import Platform, collect
 from omni_speech_accel.cli.tables import print_status
 from omni_speech_accel.host import source as host
+from omni_speech_accel.plugin.fit import Fit, fit
 from omni_speech_accel.plugin.settings import SettingsError
 from omni_speech_accel.plugin.table import PATCHES
 
-HAS_FISH = host.fit(next(patch for patch in PATCHES if patch.key == "fish_omni_full_graph")).applies
+HAS_FISH = fit(next(patch for patch in PATCHES if patch.key == "fish_omni_full_graph")).applies
 CUDA, NPU, CPU = (Platform(name, "test") for name in ("cuda", "npu", "cpu"))
 
 
@@ -132,7 +133,7 @@ def test_this_host_is_a_verified_one() -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_a_host_with_other_bodies_is_judged_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "fit", lambda patch: host.Fit(True, verified=False))
+    monkeypatch.setattr(status, "fit", lambda patch: Fit(True, verified=False))
     monkeypatch.setattr(host, "host_info", lambda: host.HostInfo("9.9.9", {}, None))
     found = collect(platform=CUDA)
     assert found.stack.startswith("by capability")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from omni_speech_accel.deploy.files import check_blocks, find_blocks, read_chain
+from omni_speech_accel.deploy.blocks import check_blocks, find_blocks
+from omni_speech_accel.deploy.files import read_chain
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError
 
 

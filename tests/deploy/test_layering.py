@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from omni_speech_accel.anchors.deploy import explain
 from omni_speech_accel.cli.status import Platform, collect
-from omni_speech_accel.deploy.files import DeployFile, find_blocks, read_chain
-from omni_speech_accel.deploy.layering import merged, stage_ids, stage_layers, unreached
+from omni_speech_accel.deploy.blocks import find_blocks, unreached
+from omni_speech_accel.deploy.files import DeployFile, read_chain
+from omni_speech_accel.deploy.layering import merged, stage_ids, stage_layers
 from omni_speech_accel.host import source as host
+from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.settings import BLOCK, resolve
 from omni_speech_accel.plugin.table import patch_for
 
@@ -197,7 +199,7 @@ def test_status_says_what_the_stage_will_do(
     found = {item.key: item.state for item in collect(path, platform=Platform("cuda", "test")).items}
     keys = ("speaker_device", "sync_free_prompt", "cross_reference_decode")
     assert tuple(found[key] for key in keys) == states
-    if host.fit(patch_for("stop_index_cache")).applies:
+    if fit(patch_for("stop_index_cache")).applies:
         # The talker is another stage: it reads the connector alone.
         assert found["stop_index_cache"] == ("off" if connector in (False, "false") else "on")
 

@@ -14,9 +14,10 @@ from typer.testing import CliRunner, Result
 
 from omni_speech_accel.cli.app import app
 from omni_speech_accel.cli.status import NOT_APPLIED, Platform, collect
-from omni_speech_accel.deploy.overlay import check_overlay, unavailable
-from omni_speech_accel.deploy.profiles import profile_for, render_overlay
+from omni_speech_accel.deploy.overlay import check_overlay, render_overlay, unavailable
+from omni_speech_accel.deploy.profiles import profile_for
 from omni_speech_accel.host import source as host
+from omni_speech_accel.plugin import fit as fit_module
 from omni_speech_accel.plugin.settings import SettingsError
 from omni_speech_accel.plugin.table import PATCHES
 
@@ -147,12 +148,12 @@ def test_a_pipeline_of_the_users_own_is_taken_where_the_profile_is_named(tmp_pat
 
 
 def test_an_item_that_the_host_cannot_have_is_off_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = host.fit
+    real = fit_module.fit
 
-    def fit(patch: Any) -> host.Fit:
-        return host.Fit(False, "the host has no such thing") if patch.key == "s3_graph" else real(patch)
+    def fit(patch: Any) -> fit_module.Fit:
+        return fit_module.Fit(False, "the host has no such thing") if patch.key == "s3_graph" else real(patch)
 
-    monkeypatch.setattr(host, "fit", fit)
+    monkeypatch.setattr("omni_speech_accel.deploy.overlay.fit", fit)
     text = config("minicpmo_4_5.yaml", "--platform", "cuda").stdout
     assert item_lines(text, "s3_graph").endswith("Not applied here: the host has no such thing. s3_graph: false")
     named = config("minicpmo_4_5.yaml", "--platform", "cuda", "--on", "s3_graph")

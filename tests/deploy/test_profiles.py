@@ -16,8 +16,9 @@ import yaml
 from vllm_omni.config import stage_config
 from vllm_omni.config.omni_config import VllmOmniConfig
 
-from omni_speech_accel.deploy import profiles as overlays
-from omni_speech_accel.deploy.profiles import PROFILES, Profile, profile_for, render_overlay, suggest_profile
+from omni_speech_accel.deploy import overlay
+from omni_speech_accel.deploy.overlay import render_overlay
+from omni_speech_accel.deploy.profiles import PROFILES, Profile, profile_for, suggest_profile
 from omni_speech_accel.plugin.session import settings_from_vllm_config
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError
 from omni_speech_accel.plugin.table import PATCHES
@@ -223,8 +224,6 @@ def test_comparison_arm_is_refused_by_a_host_that_cannot_run_it(npu: None) -> No
 
 
 def test_graph_mode_overlay_sets_streams_to_the_largest_size() -> None:
-    entry = yaml.safe_load(overlays.render_graph_mode_overlay("x.yaml", "FULL", [8, 1]))["platforms"]["npu"]["stages"][
-        0
-    ]
+    entry = yaml.safe_load(overlay.render_graph_mode_overlay("x.yaml", "FULL", [8, 1]))["platforms"]["npu"]["stages"][0]
     assert entry["max_num_seqs"] == 8
     assert entry["compilation_config"]["cudagraph_capture_sizes"] == [1, 8]

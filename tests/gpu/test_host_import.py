@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omni_speech_accel.host import source as host
+from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.table import PATCHES
 from omni_speech_accel.synthetic.bench_references import distinct_references
 from tests.gpu import harness
@@ -23,7 +23,7 @@ SPEECH_MODULES = sorted(
     {
         symbol.module
         for patch in PATCHES
-        if "deploy" not in patch.kinds and host.fit(patch).applies
+        if "deploy" not in patch.kinds and fit(patch).applies
         for symbol in patch.symbols
     }
 )

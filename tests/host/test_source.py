@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from omni_speech_accel.anchors.stages import unfit_items
 from omni_speech_accel.host import source as host
+from omni_speech_accel.host.source import Symbol
 from omni_speech_accel.items._prompt import S3_MAX_FRAMES
+from omni_speech_accel.plugin import fit as fit_module
+from omni_speech_accel.plugin.fit import unfit_items
 from omni_speech_accel.plugin.settings import resolve
-from omni_speech_accel.plugin.table import PATCHES, TOKENIZER_MODULE, Hook, Patch, Symbol, patch_for
+from omni_speech_accel.plugin.table import PATCHES, TOKENIZER_MODULE, Hook, Patch, patch_for
 
 VERSION = host.host_info().version
 
@@ -22,15 +24,15 @@ def test_every_symbol_of_a_fitting_item_is_a_verified_one_here() -> None:
     unverified = {
         symbol.qualname
         for patch in PATCHES
-        if host.fit(patch).applies
+        if fit_module.fit(patch).applies
         for symbol in patch.symbols
-        if not host.is_verified(symbol)
+        if not fit_module.is_verified(symbol)
     }
     assert unverified == set(), "run tools/fingerprints.py once the suite has passed on this host"
 
 
 def test_the_items_that_fit_this_host() -> None:
-    fits = {patch.key for patch in PATCHES if host.fit(patch).applies}
+    fits = {patch.key for patch in PATCHES if fit_module.fit(patch).applies}
     prompt = {"sync_free_prompt", "speaker_device", "speaker_graph", "speaker_stream", "s3_graph"}
     assert prompt <= fits
     assert ("stop_index_cache" in fits) == (VERSION != "0.30.0")
@@ -38,12 +40,12 @@ def test_the_items_that_fit_this_host() -> None:
 
 def test_a_host_without_the_function_says_which_one_is_missing() -> None:
     patch = Patch("x", "", "", "", "", needs=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.gone"),))
-    assert host.fit(patch) == host.Fit(False, "the host has no s3tokenizer.model_v2:S3TokenizerV2.gone")
+    assert fit_module.fit(patch) == fit_module.Fit(False, "the host has no s3tokenizer.model_v2:S3TokenizerV2.gone")
 
 
 def test_a_host_without_the_module_says_so() -> None:
     patch = Patch("x", "", "", "", "", needs=(Symbol("vllm_omni.not_there.module", "f"),))
-    assert host.fit(patch).reason == "the host has no module vllm_omni.not_there.module"
+    assert fit_module.fit(patch).reason == "the host has no module vllm_omni.not_there.module"
 
 
 @pytest.mark.parametrize(
@@ -52,12 +54,12 @@ def test_a_host_without_the_module_says_so() -> None:
 )
 def test_a_changed_signature_does_not_fit(parameters: tuple[str, ...], words: str) -> None:
     patch = Patch("x", "", "", "", "", needs=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize", parameters),))
-    assert words in host.fit(patch).reason
+    assert words in fit_module.fit(patch).reason
 
 
 def test_a_host_that_does_the_job_itself_is_left_alone() -> None:
     patch = Patch("x", "", "", "", "", native=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize"),))
-    assert host.fit(patch) == host.Fit(False, "the host does this itself (S3TokenizerV2.quantize)")
+    assert fit_module.fit(patch) == fit_module.Fit(False, "the host does this itself (S3TokenizerV2.quantize)")
 
 
 def test_a_changed_body_stops_an_item_that_restates_it_and_only_marks_one_that_calls_it(
@@ -65,8 +67,8 @@ def test_a_changed_body_stops_an_item_that_restates_it_and_only_marks_one_that_c
 ) -> None:
     monkeypatch.setattr(host, "verified_fingerprints", dict)
     symbol = Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize")
-    assert host.fit(Patch("x", "", "", "", "", needs=(symbol,))) == host.Fit(True, verified=False)
-    judged = host.fit(Patch("x", "", "", "", "", hooks=(Hook(replace(symbol, restated=True), "w"),)))
+    assert fit_module.fit(Patch("x", "", "", "", "", needs=(symbol,))) == fit_module.Fit(True, verified=False)
+    judged = fit_module.fit(Patch("x", "", "", "", "", hooks=(Hook(replace(symbol, restated=True), "w"),)))
     assert not judged.applies
     assert "differs from every verified host" in judged.reason
 
@@ -97,7 +99,7 @@ def test_a_file_that_is_no_python_leaves_its_items_off_and_says_why(
     tokenizer: Path, broken: bytes, reason: str
 ) -> None:
     tokenizer.write_bytes(broken)
-    judged = host.fit(patch_for("s3_graph"))
+    judged = fit_module.fit(patch_for("s3_graph"))
     assert not judged.applies
     assert judged.reason.startswith(f"{tokenizer} cannot be read: ")
     assert reason in judged.reason
@@ -105,13 +107,13 @@ def test_a_file_that_is_no_python_leaves_its_items_off_and_says_why(
     assert unfit["sync_free_prompt"] == unfit["s3_graph"] == judged.reason
     assert "speaker_graph" not in unfit
     native = Patch("x", "", "", "", "", native=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.gone"),))
-    assert host.fit(native).reason == judged.reason
+    assert fit_module.fit(native).reason == judged.reason
 
 
 def test_a_file_in_an_encoding_that_it_declares_is_read_as_python_does(tokenizer: Path) -> None:
     text = tokenizer.read_text(encoding="utf-8").encode("ascii", "replace").decode()
     tokenizer.write_bytes(f"# -*- coding: latin-1 -*-\n# caf\u00e9\n{text}".encode("latin-1"))
-    assert host.fit(patch_for("s3_graph")) == host.Fit(True)
+    assert fit_module.fit(patch_for("s3_graph")) == fit_module.Fit(True)
 
 
 @pytest.mark.parametrize(
@@ -128,39 +130,39 @@ def test_a_function_of_another_kind_does_not_fit(
 ) -> None:
     text = tokenizer.read_text(encoding="utf-8")
     assert before in text
-    assert host.fit(patch_for("s3_graph")) == host.Fit(True)
+    assert fit_module.fit(patch_for("s3_graph")) == fit_module.Fit(True)
     tokenizer.write_text(text.replace(before, after), encoding="utf-8")
     expected = f"S3TokenizerV2.quantize is another kind of function on this host ({kind})"
-    assert host.fit(patch_for("s3_graph")) == host.Fit(False, expected)
+    assert fit_module.fit(patch_for("s3_graph")) == fit_module.Fit(False, expected)
     unnamed = Patch("x", "", "", "", "", needs=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize"),))
-    assert host.fit(unnamed).reason == expected
+    assert fit_module.fit(unnamed).reason == expected
 
 
 def test_a_class_method_that_is_none_any_more_does_not_fit(tokenizer: Path) -> None:
     symbol = Symbol(TOKENIZER_MODULE, "C.make", ("cls", "a"))
     patch = Patch("x", "", "", "", "", needs=(symbol,))
     tokenizer.write_text("class C:\n    @classmethod\n    def make(cls, a): ...\n")
-    assert host.fit(patch).applies
+    assert fit_module.fit(patch).applies
     tokenizer.write_text("class C:\n    def make(cls, a): ...\n")
-    assert host.fit(patch).reason == "C.make is another kind of function on this host (plain, not classmethod)"
+    assert fit_module.fit(patch).reason == "C.make is another kind of function on this host (plain, not classmethod)"
 
 
 def test_a_host_does_the_job_itself_whatever_its_function_looks_like(tokenizer: Path) -> None:
     patch = patch_for("s3_graph")
     (native,) = patch.native
     other = replace(patch, native=(replace(native, module=TOKENIZER_MODULE, qualname="S3TokenizerV2.quantize"),))
-    assert host.fit(other) == host.Fit(False, "the host does this itself (S3TokenizerV2.quantize)")
+    assert fit_module.fit(other) == fit_module.Fit(False, "the host does this itself (S3TokenizerV2.quantize)")
 
 
 def test_an_unknown_version_is_judged_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     info = host.host_info()
     monkeypatch.setattr(host, "host_info", lambda: replace(info, version="9.99.dev0+unknown"))
-    assert host.fit(patch_for("sync_free_prompt")) == host.Fit(True)
+    assert fit_module.fit(patch_for("sync_free_prompt")) == fit_module.Fit(True)
 
 
 def test_an_optional_hook_may_be_missing() -> None:
     hook = Hook(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.gone"), "w", optional=True)
-    assert host.fit(Patch("x", "", "", "", "", hooks=(hook,))).applies
+    assert fit_module.fit(Patch("x", "", "", "", "", hooks=(hook,))).applies
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from omni_speech_accel.anchors import stages as stage
-from omni_speech_accel.host import source as host
 from omni_speech_accel.items import cold_setup_precapture as item
+from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.table import patch_for
 from tests.items import tiny_code2wav as tiny
 from tests.items.tiny_code2wav import npu_patched, quiet_vocoder  # noqa: F401
@@ -44,7 +44,7 @@ def precapture(made: Any) -> int:
 
 
 def test_the_host_that_captures_no_solve_graphs_says_so() -> None:
-    judged = host.fit(patch_for("cold_setup_precapture"))
+    judged = fit(patch_for("cold_setup_precapture"))
     assert judged.applies == tiny.has_whole_solve_graphs()
     if not judged.applies:
         assert "precapture_whole_euler" in judged.reason

@@ -22,9 +22,10 @@ from vllm_omni.config import omni_config, stage_config
 from vllm_omni.config.omni_config import VllmOmniConfig
 from vllm_omni.model_executor.models.minicpmo_4_5.pipeline import MINICPMO_4_5_PIPELINE
 
-from omni_speech_accel import plugin
+from omni_speech_accel import environment, plugin
 from omni_speech_accel.anchors import deploy as deploy_config
-from omni_speech_accel.anchors.deploy import explain, host_pipelines
+from omni_speech_accel.anchors.deploy import explain
+from omni_speech_accel.deploy.pipelines import host_pipelines
 from omni_speech_accel.host import source as host
 from omni_speech_accel.items.fish_omni_full_graph import capture_sizes, default_sizes
 from omni_speech_accel.plugin import binding
@@ -71,7 +72,7 @@ def npu(seen_as: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(plugin.KILL_SWITCH, raising=False)
+    monkeypatch.delenv(environment.KILL_SWITCH, raising=False)
     before = plugin.is_registered()
     plugin.register()
     yield
@@ -576,7 +577,7 @@ def test_plan_works_on_a_copy(npu: None, block_host: Path, tmp_path: Path, users
 def test_kill_switch_is_stock(npu: None, block_host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = overlay(tmp_path, block_host / "fish_omni.yaml")
     wanted = repr(stock(path))
-    monkeypatch.setenv(plugin.KILL_SWITCH, "0")
+    monkeypatch.setenv(environment.KILL_SWITCH, "0")
     assert repr(build(path)) == wanted
 
 

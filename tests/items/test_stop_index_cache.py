@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_speech_accel import runtime
-from omni_speech_accel.host import source as host
 from omni_speech_accel.items import stop_index_cache
+from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.session import use_session
 from omni_speech_accel.plugin.table import patch_for
 from tests.items.conftest import only, session_for
 
 KEY = "stop_index_cache"
-FIT = host.fit(patch_for(KEY))
+FIT = fit(patch_for(KEY))
 
 
 def test_a_host_without_the_function_is_told() -> None:

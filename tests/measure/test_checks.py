@@ -6,7 +6,8 @@ import re
 import pytest
 
 from omni_speech_accel.measure.abba import PHASES
-from omni_speech_accel.measure.checks import CHECKS, block_of
+from omni_speech_accel.measure.check import block_of
+from omni_speech_accel.measure.checks import CHECKS
 from omni_speech_accel.plugin.settings import parse_block
 from omni_speech_accel.plugin.table import PATCHES
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from omni_speech_accel.measure import compare as module
-from omni_speech_accel.measure.compare import EXACT, Tolerance, compare
+from omni_speech_accel.measure.compare import compare
+from omni_speech_accel.tolerance import EXACT, Tolerance
 
 
 def test_equal_tensors_are_equal_to_the_bit() -> None:

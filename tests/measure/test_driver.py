@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from omni_speech_accel import plugin
+from omni_speech_accel import environment
 from omni_speech_accel.errors import BenchError, ReferenceMixup
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload, ready_platform, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile
@@ -68,8 +68,8 @@ def test_another_device_than_the_hosts_is_refused(platform: str) -> None:
 
 
 def test_the_kill_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(plugin.KILL_SWITCH, "0")
-    with pytest.raises(BenchError, match=plugin.KILL_SWITCH):
+    monkeypatch.setenv(environment.KILL_SWITCH, "0")
+    with pytest.raises(BenchError, match=environment.KILL_SWITCH):
         ready_platform()
 
 

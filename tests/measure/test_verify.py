@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from omni_speech_accel.errors import BenchError
-from omni_speech_accel.host import source as host
 from omni_speech_accel.measure import stream_check, verify
-from omni_speech_accel.measure.checks import CHECKS, Check
+from omni_speech_accel.measure.check import Check
+from omni_speech_accel.measure.checks import CHECKS
 from omni_speech_accel.measure.compare import Difference
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.measure.verify import ItemResult, VerifyReport, select_items
 from omni_speech_accel.measure.workbench import Outcome, Workbench
+from omni_speech_accel.plugin.fit import Fit, fit
 from omni_speech_accel.plugin.table import patch_for
 from omni_speech_accel.synthetic.bench_references import reference_files
 
@@ -97,7 +98,7 @@ def test_what_was_not_reached_when_the_run_was_stopped_fails(monkeypatch: pytest
         "CHECKS",
         {"stop_index_cache": Check(lambda bench, item: Outcome((GOOD,))), "sync_free_prompt": Check(stopped)},
     )
-    monkeypatch.setattr(host, "fit", lambda patch: host.Fit(True))
+    monkeypatch.setattr(verify, "fit", lambda patch: Fit(True))
     patches = [patch_for(key) for key in ("stop_index_cache", "sync_free_prompt")]
     report = verify.verify(Workbench(Path("unused"), "cpu", StageProfile("test")), patches, asked=False)
     assert [result.status for result in report.results] == ["passed", "failed"]
@@ -115,7 +116,7 @@ def test_an_item_for_another_device_is_not_run(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_item_that_does_not_fit_the_host_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "fit", lambda patch: host.Fit(False, "the host has no such symbol"))
+    monkeypatch.setattr(verify, "fit", lambda patch: Fit(False, "the host has no such symbol"))
     bench = Workbench(Path("unused"), "cpu", StageProfile("test"))
     (result,) = verify.verify(bench, [patch_for("sync_free_prompt")], asked=False).results
     assert (result.status, result.reason) == ("not applied", "the host has no such symbol")
@@ -164,7 +165,7 @@ def test_a_prompt_item_passes_on_the_real_host(bench: Workbench, item: str) -> N
     assert result.comparisons == 2 * 5
 
 
-@pytest.mark.skipif(not host.fit(patch_for("stop_index_cache")).applies, reason="this host rebuilds no stop index")
+@pytest.mark.skipif(not fit(patch_for("stop_index_cache")).applies, reason="this host rebuilds no stop index")
 def test_stop_index_cache_passes_on_the_real_host(bench: Workbench) -> None:
     result = check(bench, "stop_index_cache")
     assert (result.status, result.reason) == ("passed", "")

@@ -55,7 +55,7 @@ def test_register_is_idempotent_across_threads() -> None:
         """
         import threading
         from omni_speech_accel import plugin
-        from omni_speech_accel.plugin.table import binding
+        from omni_speech_accel.plugin import binding
         calls = []
         original = binding.install
         binding.install = lambda: calls.append(1) or original()

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one item is held against stock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from omni_speech_accel.tolerance import EXACT, Tolerance
+
+if TYPE_CHECKING:
+    from omni_speech_accel.measure.driver import Code2WavDriver
+    from omni_speech_accel.measure.workbench import Outcome, Workbench
+
+__all__ = ["Check", "block_of"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """How one item is verified.
+
+    Args:
+        run: Makes the comparison on a workbench.
+        tolerances: By the name of what is compared; everything else must be bit-exact.
+        beside: Items that are on in both arms, since this one acts on what they put there.
+        phases: The bench phases that the item can change; empty where the speech stage's work does not show it.
+        acted: Names of counter events of which one must be above zero, or the item did nothing; empty: any event.
+        idle: Why the item has nothing to do in a stage that runs by this execution policy, or ``""``.
+    """
+
+    run: Callable[[Workbench, str], Outcome]
+    tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
+    acted: tuple[str, ...] = ()
+    idle: Callable[[Code2WavDriver], str] = lambda driver: ""
+
+    def tolerance(self, what: str) -> Tolerance:
+        """The tolerance of what is compared."""
+        return self.tolerances.get(what, EXACT)
+
+
+def block_of(*items: str) -> dict[str, bool]:
+    """A settings block with exactly ``items`` on."""
+    from omni_speech_accel.plugin.table import PATCHES
+
+    return {patch.key: patch.key in items for patch in PATCHES}
