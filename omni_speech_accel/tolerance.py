@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far an item's result may be from stock's, as data: the patch table states it, gate, `verify`, tests and docs read it.
+"""How far an item may be from stock, as data: the patch table states it; gate, `verify`, tests and docs read it.
 
 A device class decides what float32 arithmetic can meet: CPU and CUDA convolve in full float32 where asked to; Ascend
 convolves in HF32 (ten mantissa bits) unless told otherwise.
