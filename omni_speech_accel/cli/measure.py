@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands do between their arguments and their report: model, device, progress."""
+"""The ``verify``, ``bench`` and ``ab`` commands: model, device and progress between arguments and report."""
 
 from __future__ import annotations
 
@@ -8,22 +8,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from omni_speech_accel.measure.bench import Arm, BenchReport, Workload, run
-from omni_speech_accel.measure.driver import ready_platform
-from omni_speech_accel.measure.report_files import write_all
-from omni_speech_accel.measure.stage_profile import stage_profile
-from omni_speech_accel.measure.verify import ItemResult, VerifyReport, select_items, verify
-from omni_speech_accel.measure.workbench import Workbench
-from omni_speech_accel.synthetic.bench_references import reference_files
+import typer
+
+from omni_speech_accel.cli.options import (
+    Device,
+    Extra,
+    Json,
+    Model,
+    ModelSize,
+    PlatformName,
+    Size,
+    extras_in,
+    names_in,
+    yaml_value,
+)
+from omni_speech_accel.cli.output import FAILED, OK, errors_reported, ready_folder, stdout_kept_clean, stops_early
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["model_directory", "run_bench", "run_verify"]
+    from omni_speech_accel.measure.bench import Arm, BenchReport, Workload
+    from omni_speech_accel.measure.verify import ItemResult, VerifyReport
 
-Choose = Callable[[str], Sequence[Arm]]
+__all__ = ["ab", "bench", "model_directory", "run_bench", "run_verify", "verify"]
 
 
 @contextmanager
@@ -56,7 +65,13 @@ def run_verify(
     Raises:
         BenchError: An unknown item, no such device here, or no usable model.
     """
-    patches = select_items(items)
+    from omni_speech_accel.measure import verify as module
+    from omni_speech_accel.measure.driver import ready_platform
+    from omni_speech_accel.measure.stage_profile import stage_profile
+    from omni_speech_accel.measure.workbench import Workbench
+    from omni_speech_accel.synthetic.bench_references import reference_files
+
+    patches = module.select_items(items)
     with console.status("importing vllm-omni"):
         platform = ready_platform(device)
     with (
@@ -68,23 +83,22 @@ def run_verify(
         def finished(result: ItemResult) -> None:
             console.print(f"{result.item}: {result.status} ({result.seconds:.0f} s)", highlight=False)
 
-        bench = Workbench(
+        workbench = Workbench(
             directory,
             platform,
             stage_profile(platform, extra),
             tuple(reference_files(Path(scratch), quick=quick)),
             line.update,
         )
-        return verify(bench, patches, asked=bool(items), finished=finished)
-
-
-# Streams, chunks and measured passes that a run can afford: the CPU's two cores take a second per stream and chunk.
-_CPU = Workload(streams=2, chunks=3, repeats=3)
-_ACCELERATOR = Workload(streams=8, chunks=5, repeats=5)
+        return module.verify(workbench, patches, asked=bool(items), finished=finished)
 
 
 def _workload(platform: str, streams: int | None, repeats: int | None, chunks: int | None, quick: bool) -> Workload:
-    base = _CPU if platform == "cpu" else _ACCELERATOR
+    from omni_speech_accel.measure.bench import Workload
+
+    # What a run can afford: the CPU's two cores take a second per stream and chunk.
+    cpu = platform == "cpu"
+    base = Workload(streams=2, chunks=3, repeats=3) if cpu else Workload(streams=8, chunks=5, repeats=5)
     return Workload(
         streams=streams or (2 if quick else base.streams),
         chunks=chunks or (3 if quick else base.chunks),
@@ -94,7 +108,7 @@ def _workload(platform: str, streams: int | None, repeats: int | None, chunks: i
 
 def run_bench(
     console: Console,
-    choose: Choose,
+    choose: Callable[[str], Sequence[Arm]],
     *,
     model: Path | None = None,
     device: str = "auto",
@@ -116,6 +130,11 @@ def run_bench(
         SettingsError: An arm's block is wrong.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from omni_speech_accel.measure.bench import run
+    from omni_speech_accel.measure.driver import ready_platform
+    from omni_speech_accel.measure.report_files import write_all
+    from omni_speech_accel.measure.stage_profile import stage_profile
 
     with console.status("importing vllm-omni"):
         platform = ready_platform(device)
@@ -142,3 +161,209 @@ def run_bench(
         report, waveforms = run(arms, directory, profile, workload, platform, Path(scratch), progress=progress)
         progress("done", 1, 1)
     return report, write_all(out, report, waveforms) if out is not None else []
+
+
+def verify(
+    model: Model = None,
+    items: Annotated[
+        str | None,
+        typer.Option(help="Items to check, comma separated; one that cannot be checked here then fails. Default: all."),
+    ] = None,
+    device: Device = PlatformName.auto,
+    size: Size = ModelSize.small,
+    quick: Annotated[bool, typer.Option(help="Four references instead of ten.")] = False,
+    extra: Extra = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for verify.json with every comparison.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Each item on, against stock, on the same input, on the device that is here.
+
+    Prompt features are compared over references of 1 to 31 seconds at several rates and formats, the talker's stop
+    censoring over the states of a stream, decoding over streams of different voices with late joiners and short ends:
+    largest absolute, relative (L2) and cosine difference and differing tokens, against each item's stated tolerance.
+    An item that needs another device is "not run", never "passed".
+
+    Exit code: 0 nothing differs by more than stated; 1 an item failed, or one named by --items could not be checked;
+    2 wrong usage; 130 interrupted before there was anything to report.
+
+    Examples:
+
+        omni-speech-accel verify
+
+        omni-speech-accel verify --model /models/MiniCPM-o-4_5 --items sync_free_prompt,speaker_device --json
+    """
+    with errors_reported(as_json), stops_early(), stdout_kept_clean() as console:
+        ready_folder(out)
+        report = run_verify(
+            console,
+            model=model,
+            items=names_in(items),
+            device=device.value,
+            size=size.value,
+            quick=quick,
+            extra=extras_in(extra),
+        )
+        if out is not None:
+            (out / "verify.json").write_text(report.as_json(every_comparison=True) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(report.as_json())
+    else:
+        from omni_speech_accel.cli.tables import print_verify
+
+        print_verify(report)
+    raise typer.Exit(OK if report.ok else FAILED)
+
+
+BenchOut = Annotated[
+    Path | None, typer.Option("--out", help="Folder for bench.json, bench.csv, bench.png and one WAV per arm.")
+]
+Streams = Annotated[int | None, typer.Option(min=1, help="Streams at once. Default: 8, on CPU 2.", show_default=False)]
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help="Measured passes per arm. Default: 5, on CPU 3.", show_default=False)
+]
+Chunks = Annotated[
+    int | None,
+    typer.Option(min=3, help="Payloads per stream, about a second each. Default: 5, on CPU 3.", show_default=False),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Two streams, three chunks, one measured pass: a smoke test.")]
+BenchSize = Annotated[
+    ModelSize | None,
+    typer.Option("--size", help="Size of the random-weight model. Default: full, on CPU small.", show_default=False),
+]
+
+
+def _report_bench(report: BenchReport, files: list[str], out: Path | None, as_json: bool) -> None:
+    from omni_speech_accel.measure.report_files import PLOT_HINT
+
+    if as_json:
+        typer.echo(report.as_json())
+    else:
+        from omni_speech_accel.cli.tables import print_bench
+
+        print_bench(report)
+        if out is not None:
+            typer.echo(f"\n{out}: {', '.join(name for name in files if name != PLOT_HINT)}")
+    if PLOT_HINT in files:
+        typer.echo(PLOT_HINT, err=as_json)
+    raise typer.Exit(OK if report.ok else FAILED)
+
+
+def bench(
+    model: Model = None,
+    items: Annotated[
+        str | None, typer.Option(help="Items to measure, comma separated. Default: all that act on this device.")
+    ] = None,
+    streams: Streams = None,
+    repeats: Repeats = None,
+    chunks: Chunks = None,
+    quick: Quick = False,
+    device: Device = PlatformName.auto,
+    size: BenchSize = None,
+    extra: Extra = None,
+    out: BenchOut = None,
+    as_json: Json = False,
+) -> None:
+    """Time the speech stage: stock, each item alone, and all of them, in one run.
+
+    Drives the stock stage-2 model with the profile that the host ships for this device (a small one on CPU). Streams
+    speak real speech in voices that are new in every pass. Arms take turns in A B B A order after a warm-up and one
+    discarded pass; each number is a median with least and most, and a ratio to stock of the same run. Checked on the
+    way: each stream used the reference that it was given, and all arms made the same amount of audio.
+
+    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference;
+    130 interrupted before there was anything to report.
+
+    Examples:
+
+        omni-speech-accel bench --out results
+
+        omni-speech-accel bench --model /models/MiniCPM-o-4_5 --items cold_reference_batch --streams 8 --out results
+    """
+    names = names_in(items)
+    with errors_reported(as_json), stops_early(), stdout_kept_clean() as console:
+        from omni_speech_accel.measure.bench import item_arms
+        from omni_speech_accel.measure.verify import select_items
+
+        select_items(names)
+        ready_folder(out)
+        report, files = run_bench(
+            console,
+            lambda platform: item_arms(names, platform),
+            model=model,
+            device=device.value,
+            size=size.value if size is not None else None,
+            streams=streams,
+            repeats=repeats,
+            chunks=chunks,
+            quick=quick,
+            extra=extras_in(extra),
+            out=out,
+        )
+    _report_bench(report, files, out, as_json)
+
+
+def _block(text: str, option: str) -> Any:
+    """A settings block from YAML text or ``@FILE``; ``stock`` is no block.
+
+    Raises:
+        SettingsError: It is no YAML, or no valid block.
+    """
+    from omni_speech_accel.plugin.settings import SettingsError, parse_block
+
+    if text.strip() == "stock":
+        return None
+    try:
+        source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{option}: {error}") from error
+    block = yaml_value(source, option)
+    parse_block(block, option)
+    return block
+
+
+def ab(
+    a: Annotated[str, typer.Option("--a", help="Settings block of arm A: YAML text, @FILE, or stock.")],
+    b: Annotated[str, typer.Option("--b", help="Settings block of arm B.")],
+    model: Model = None,
+    streams: Streams = None,
+    repeats: Repeats = None,
+    chunks: Chunks = None,
+    quick: Quick = False,
+    device: Device = PlatformName.auto,
+    size: BenchSize = None,
+    extra: Extra = None,
+    out: BenchOut = None,
+    as_json: Json = False,
+) -> None:
+    """`bench` of two settings blocks of your choice, A against B.
+
+    A block is what stands under omni_speech_accel in a deploy YAML; items that it does not name take their defaults.
+
+    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference;
+    130 interrupted before there was anything to report.
+
+    Examples:
+
+        omni-speech-accel ab --a stock --b true
+
+        omni-speech-accel ab --a '{s3_graph: {max_graphs: 2}}' --b '{s3_graph: {max_graphs: 8}}' --out results
+    """
+    with errors_reported(as_json), stops_early(), stdout_kept_clean() as console:
+        from omni_speech_accel.measure.bench import Arm
+
+        arms = [Arm("A", _block(a, "--a")), Arm("B", _block(b, "--b"))]
+        ready_folder(out)
+        report, files = run_bench(
+            console,
+            lambda platform: arms,
+            model=model,
+            device=device.value,
+            size=size.value if size is not None else None,
+            streams=streams,
+            repeats=repeats,
+            chunks=chunks,
+            quick=quick,
+            extra=extras_in(extra),
+            out=out,
+        )
+    _report_bench(report, files, out, as_json)

@@ -1,15 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command does with the folder that it leaves results in, and with an error that ends it."""
+"""What every command does with stdout, with an error or a signal that ends it, and with its folder of results."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import sys
 import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-__all__ = ["fail", "ready_folder"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "OK",
+    "READER_GONE",
+    "WRONG_INPUT",
+    "Commands",
+    "errors_reported",
+    "fail",
+    "ready_folder",
+    "stdout_is_gone",
+    "stdout_kept_clean",
+    "stops_early",
+]
+
+OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+READER_GONE = 141  # what a shell shows of a command that SIGPIPE ended
 
 
 def fail(message: str, as_json: bool, code: int) -> typer.Exit:
@@ -34,3 +62,105 @@ def ready_folder(folder: Path | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+
+
+_UsageError: Any = typer.BadParameter.__base__
+"""Every mistake that typer finds itself; typer brings its own copy of click, or uses the installed one."""
+
+
+class Commands(TyperGroup):
+    """The commands; with ``--json`` among the arguments, what typer refuses is a document too."""
+
+    @contextlib.contextmanager
+    def _refusals_reported(self, arguments: list[str]) -> Iterator[None]:
+        try:
+            yield
+        except _UsageError as error:
+            if "--json" in arguments:
+                typer.echo(json.dumps({"error": error.format_message(), "exit_code": error.exit_code}, indent=2))
+            raise  # typer says it on stderr
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        """A context that keeps the arguments, which parsing uses up."""
+        arguments = list(args)
+        with self._refusals_reported(arguments):
+            context = super().make_context(info_name, args, *rest, **extra)
+        context.meta[__name__] = arguments
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
+        with self._refusals_reported(ctx.meta[__name__]):
+            return super().invoke(ctx)
+
+
+def _stdout_fd() -> int | None:
+    """The file descriptor behind ``sys.stdout``, where there is one."""
+    try:
+        return sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+@contextlib.contextmanager
+def stdout_kept_clean() -> Iterator[Console]:
+    """Send what the host logs and prints, from C too, to stderr; yields a console there for progress.
+
+    vLLM logs to stdout, and its imports print: a script that reads this command's stdout must not see either.
+    """
+    from rich.console import Console
+
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    fd = _stdout_fd()
+    kept = None if fd is None else os.dup(fd)
+    try:
+        if fd is not None:
+            sys.stdout.flush()
+            os.dup2(2, fd)
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield Console(stderr=True)
+    finally:
+        if fd is not None and kept is not None:
+            sys.stdout.flush()
+            os.dup2(kept, fd)
+            os.close(kept)
+
+
+@contextlib.contextmanager
+def errors_reported(as_json: bool) -> Iterator[None]:
+    """Turn what the user can mend into a message and exit code 2."""
+    from omni_speech_accel.errors import BenchError
+    from omni_speech_accel.plugin.settings import SettingsError
+
+    try:
+        yield
+    except (BenchError, SettingsError, OSError) as error:
+        raise fail(str(error), as_json, WRONG_INPUT) from error
+    except KeyboardInterrupt:
+        raise fail("interrupted before there was anything to report", as_json, INTERRUPTED) from None
+
+
+@contextlib.contextmanager
+def stops_early() -> Iterator[None]:
+    """Let SIGTERM, which ``timeout`` and a cancelled job send, end a run as Ctrl-C does: what is done is reported."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: the process's owner decides
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def stdout_is_gone(code: int) -> NoReturn:
+    """Exit with ``code``, and without a further word on what stdout still holds."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)

@@ -46,6 +46,17 @@ def test_version() -> None:
     assert invoke("--version").output.strip() == __version__
 
 
+@pytest.mark.parametrize("arguments", [("--version",), ("status", "--json"), ("nonsense",)])
+def test_python_m_works_as_the_command_does(arguments: Sequence[str]) -> None:
+    command = (
+        "import sys; sys.argv[0] = 'omni-speech-accel'; from omni_speech_accel.cli.app import main; sys.exit(main())"
+    )
+    script = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, timeout=60)
+    module = shell(*arguments)
+    assert (module.returncode, module.stdout) == (script.returncode, script.stdout)
+    assert module.stdout or module.stderr
+
+
 def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     code = (
         "import sys, time\n"

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from omni_speech_accel.cli import app as cli
+from omni_speech_accel.cli import measure
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.report_files import PLOT_HINT
 
@@ -90,8 +92,8 @@ def test_bench_says_that_there_is_no_plot(
 ) -> None:
     monkeypatch.setattr("omni_speech_accel.cli.tables.print_bench", lambda report: None)
     report: Any = Report()
-    with pytest.raises(cli.typer.Exit):
-        cli._report_bench(report, ["bench.json", PLOT_HINT, "stock.wav"], Path("results"), as_json)
+    with pytest.raises(typer.Exit):
+        measure._report_bench(report, ["bench.json", PLOT_HINT, "stock.wav"], Path("results"), as_json)
     shown = capsys.readouterr()
     assert PLOT_HINT in (shown.err if as_json else shown.out).splitlines()
     assert shown.out == "{}\n" if as_json else "results: bench.json, stock.wav\n" in shown.out

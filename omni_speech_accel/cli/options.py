@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands take, and how their values are read."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = [
+    "Device",
+    "Extra",
+    "Json",
+    "Model",
+    "ModelSize",
+    "PlatformName",
+    "Size",
+    "extras_in",
+    "names_in",
+    "yaml_value",
+]
+
+
+class PlatformName(str, Enum):
+    """Devices that the host knows."""
+
+    auto = "auto"
+    cuda = "cuda"
+    npu = "npu"
+    cpu = "cpu"
+
+
+class ModelSize(str, Enum):
+    """Sizes of the random-weight model."""
+
+    small = "small"
+    full = "full"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        help="A MiniCPM-o model directory (holds assets/token2wav). Default: a random-weight one, made and removed.",
+        exists=True,
+        file_okay=False,
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    PlatformName,
+    typer.Option(help="Device that must be here; auto takes the one vllm-omni runs on in this environment."),
+]
+Size = Annotated[ModelSize, typer.Option(help="Size of the random-weight model; full has the released model's sizes.")]
+Extra = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--extra",
+        help="Connector extra of the stage, KEY=VALUE, beside the shipped profile's; may repeat. "
+        "Example: --extra token2wav_n_timesteps=10",
+        show_default=False,
+    ),
+]
+
+
+def names_in(value: str | None) -> list[str]:
+    """Comma-separated names."""
+    return [name.strip() for name in (value or "").split(",") if name.strip()]
+
+
+def extras_in(pairs: list[str] | None) -> dict[str, Any]:
+    """``KEY=VALUE`` pairs, values read as YAML.
+
+    Raises:
+        BenchError: A pair has no ``=``.
+        SettingsError: A value is no YAML.
+    """
+    from omni_speech_accel.errors import BenchError
+
+    found = {}
+    for pair in pairs or ():
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise BenchError(f"--extra takes KEY=VALUE, not {pair!r}")
+        found[key] = yaml_value(value, f"--extra {key}")
+    return found
+
+
+def yaml_value(text: str, option: str) -> Any:
+    """An option's value.
+
+    Raises:
+        SettingsError: It is no YAML.
+    """
+    import yaml
+
+    from omni_speech_accel.plugin.settings import SettingsError
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{option}: no valid YAML: {error}") from error
