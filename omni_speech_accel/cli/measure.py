@@ -69,7 +69,7 @@ def run_verify(
     from omni_speech_accel.measure.driver import ready_platform
     from omni_speech_accel.measure.stage_profile import stage_profile
     from omni_speech_accel.measure.workbench import Workbench
-    from omni_speech_accel.synthetic.bench_references import reference_files
+    from omni_speech_accel.synthetic.references import reference_files
 
     patches = module.select_items(items)
     with console.status("importing vllm-omni"):

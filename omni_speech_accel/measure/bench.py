@@ -29,7 +29,7 @@ from omni_speech_accel.measure.driver import Code2WavDriver, Payload, stream_pay
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.table import PATCHES
-from omni_speech_accel.synthetic.bench_references import REFERENCE_RATE, Reference, distinct_references, speech
+from omni_speech_accel.synthetic.references import REFERENCE_RATE, Reference, distinct_references, speech
 
 if TYPE_CHECKING:
     import torch

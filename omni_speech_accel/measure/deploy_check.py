@@ -3,11 +3,41 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omni_speech_accel.deploy.overlay import render_overlay
+from omni_speech_accel.deploy.profiles import Profile, profile_for
+from omni_speech_accel.errors import BenchError
+from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.check import Check
 from omni_speech_accel.measure.compare import Difference
 from omni_speech_accel.measure.workbench import Outcome, Workbench
 
+if TYPE_CHECKING:
+    from omni_speech_accel.anchors.deploy import DeployReport
+
 __all__ = ["check_full_graph"]
+
+
+def judged_overlay(profile: Profile, items: Mapping[str, bool]) -> DeployReport:
+    """What the host makes of an overlay of ``profile`` over its own deploy file, on the profile's first platform.
+
+    Raises:
+        BenchError: The host is not installed.
+    """
+    from omni_speech_accel.anchors.deploy import explain
+
+    location = host.host_info().location
+    if location is None:
+        raise BenchError("vllm-omni is not installed here")
+    with tempfile.TemporaryDirectory(prefix="omni-speech-accel-") as scratch:
+        overlay = Path(scratch) / "overlay.yaml"
+        base = str(location / "deploy" / profile.base)
+        overlay.write_text(render_overlay(base, profile, items), encoding="utf-8")
+        return explain(overlay, platform=profile.platforms[0])
 
 
 def _expect(what: str, ok: bool, problem: str) -> Difference:
@@ -17,9 +47,7 @@ def _expect(what: str, ok: bool, problem: str) -> Difference:
 def check_full_graph(bench: Workbench, item: str, check: Check) -> Outcome:
     """On NPU the deploy's stage 0 is to decode from full graphs, and to stay stock with the item off."""
     del bench, check
-    from omni_speech_accel.deploy.profiles import profile_for
     from omni_speech_accel.items.fish_omni_full_graph import MODE
-    from omni_speech_accel.measure.overlay import judged_overlay
 
     profile = profile_for("fish_omni_npu")
     on = judged_overlay(profile, {item: True})

@@ -19,7 +19,7 @@ from omni_speech_accel.errors import BenchError, ReferenceMixup
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.plugin.session import StageSession, attach, session_of
 from omni_speech_accel.plugin.settings import BLOCK
-from omni_speech_accel.synthetic.bench_references import REFERENCE_RATE, Reference
+from omni_speech_accel.synthetic.references import REFERENCE_RATE, Reference
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_speech_accel.measure.abba import PHASES, Row
-from omni_speech_accel.synthetic.bench_references import REFERENCE_RATE
+from omni_speech_accel.synthetic.references import REFERENCE_RATE
 
 if TYPE_CHECKING:
     from omni_speech_accel.measure.bench import BenchReport, Waveforms

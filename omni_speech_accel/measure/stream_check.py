@@ -20,7 +20,7 @@ from omni_speech_accel.measure.compare import Difference, compare
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.measure.workbench import Outcome, Workbench, acted, refusal
-from omni_speech_accel.synthetic.bench_references import Reference, distinct_references
+from omni_speech_accel.synthetic.references import Reference, distinct_references
 from omni_speech_accel.tolerance import Tolerance
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from omni_speech_accel.items import _reference_groups as groups  # noqa: E402
 from omni_speech_accel.items import cold_reference_batch  # noqa: E402
 from omni_speech_accel.measure.driver import Code2WavDriver, ready_platform  # noqa: E402
-from omni_speech_accel.synthetic.bench_references import Reference, distinct_references  # noqa: E402
+from omni_speech_accel.synthetic.references import Reference, distinct_references  # noqa: E402
 from tests.gpu import different_voices as voices  # noqa: E402
 from tests.gpu import harness  # noqa: E402
 

@@ -13,7 +13,7 @@ import torch
 from omni_speech_accel.items import cold_reference_batch
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload
 from omni_speech_accel.plugin.table import CODE2WAV_MODULE, PATCHES
-from omni_speech_accel.synthetic.bench_references import Reference
+from omni_speech_accel.synthetic.references import Reference
 from tests.gpu import harness
 
 REFERENCE_SECONDS = 6.0  # the stage folds every reference to this: ref_audio_max_seconds

@@ -17,7 +17,7 @@ import torch
 
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile, stage_profile
-from omni_speech_accel.synthetic.bench_references import Reference
+from omni_speech_accel.synthetic.references import Reference
 from tests.fixtures_checkpoint import _cache_folder, _code_digest
 
 SAMPLES_PER_CODE = 960  # 24 kHz audio, 25 codec tokens a second

@@ -13,7 +13,7 @@ import torch
 from omni_speech_accel.items import _reference_groups as groups
 from omni_speech_accel.items import cold_reference_batch, cross_reference_decode
 from omni_speech_accel.measure.driver import Code2WavDriver
-from omni_speech_accel.synthetic.bench_references import Reference, distinct_references
+from omni_speech_accel.synthetic.references import Reference, distinct_references
 from tests.gpu import different_voices as voices
 from tests.gpu import harness
 

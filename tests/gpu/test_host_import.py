@@ -13,7 +13,7 @@ import torch
 
 from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.table import PATCHES
-from omni_speech_accel.synthetic.bench_references import distinct_references
+from omni_speech_accel.synthetic.references import distinct_references
 from tests.gpu import harness
 from tests.gpu.conftest import Code2WavFactory
 

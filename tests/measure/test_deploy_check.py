@@ -10,7 +10,7 @@ import pytest
 
 from omni_speech_accel.anchors.deploy import DeployReport
 from omni_speech_accel.items.fish_omni_full_graph import KEY, GraphReport
-from omni_speech_accel.measure import overlay
+from omni_speech_accel.measure import deploy_check
 from omni_speech_accel.measure.checks import CHECKS
 from omni_speech_accel.measure.deploy_check import check_full_graph
 from omni_speech_accel.measure.stage_profile import StageProfile
@@ -27,7 +27,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, on: GraphReport | None, off: GraphRep
     def judged(profile: object, items: dict[str, bool]) -> DeployReport:
         return DeployReport("overlay.yaml", "fish_omni", "npu", graphs=reports[items[KEY]], refusal=refusal, error="")
 
-    monkeypatch.setattr(overlay, "judged_overlay", judged)
+    monkeypatch.setattr(deploy_check, "judged_overlay", judged)
     return check_full_graph(BENCH, KEY, CHECKS[KEY])
 
 

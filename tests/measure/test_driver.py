@@ -16,7 +16,7 @@ from omni_speech_accel.errors import BenchError, ReferenceMixup
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload, ready_platform, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.plugin.settings import SettingsError
-from omni_speech_accel.synthetic.bench_references import REFERENCE_RATE, Reference, distinct_references
+from omni_speech_accel.synthetic.references import REFERENCE_RATE, Reference, distinct_references
 
 PROFILE = StageProfile("test", {"codec_chunk_frames": 4, "codec_left_context_frames": 2})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from omni_speech_accel.measure import stream_check
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.measure.stream_check import CHUNKS, scenario
-from omni_speech_accel.synthetic.bench_references import Reference, distinct_references
+from omni_speech_accel.synthetic.references import Reference, distinct_references
 
 PROFILE = StageProfile("test", {"codec_chunk_frames": 10, "codec_left_context_frames": 3})
 

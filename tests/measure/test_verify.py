@@ -22,7 +22,7 @@ from omni_speech_accel.measure.verify import ItemResult, VerifyReport, select_it
 from omni_speech_accel.measure.workbench import Outcome, Workbench
 from omni_speech_accel.plugin.fit import Fit, fit
 from omni_speech_accel.plugin.table import patch_for
-from omni_speech_accel.synthetic.bench_references import reference_files
+from omni_speech_accel.synthetic.references import reference_files
 
 GOOD = Difference("mel", True, 0.0, 0.0, 1.0, 0, 10, "bit-exact")
 BAD = Difference("speaker embedding", False, 0.5, 0.1, 0.9, 3, 192, "relative <= 2e-05")

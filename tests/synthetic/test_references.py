@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from omni_speech_accel.synthetic.bench_references import REFERENCE_RATE, distinct_references, reference_files, speech
+from omni_speech_accel.synthetic.references import REFERENCE_RATE, distinct_references, reference_files, speech
 
 
 def test_speech_is_speech_at_the_asked_rate() -> None:
