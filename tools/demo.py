@@ -120,10 +120,6 @@ def show(out: Path) -> int:
     return code
 
 
-def interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPO / "demo_out", help="folder for the results")
@@ -133,7 +129,7 @@ def main() -> int:
     # Imported packages keep their bytecode; without it each process of the server compiles the host again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Python ends at SIGTERM without a word; as an interrupt it passes every `with`, the server's among them.
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if not arguments.inside:
             return enter_environment(default_version(), ["--out", str(out)])

@@ -25,7 +25,7 @@ from omni_speech_accel.cli.output import (
     stdout_is_gone,
 )
 from omni_speech_accel.cli.status_command import status
-from omni_speech_accel.transitions.command import register as register_transitions
+from omni_speech_accel.cli.transitions import transitions
 
 __all__ = ["app", "main"]
 
@@ -58,9 +58,8 @@ def _root(
     del version
 
 
-for command in (status, verify, bench, ab, config):
+for command in (status, verify, bench, ab, config, transitions):
     app.command()(command)
-register_transitions(app)
 
 
 def main() -> None:

@@ -48,20 +48,23 @@ def fail(message: str, as_json: bool, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-def ready_folder(folder: Path | None) -> None:
+def ready_folder(folder: Path | None, option: str = "--out") -> None:
     """Make the folder, and a file in it, now: a long run must not end in a place that cannot be written.
 
     Raises:
-        OSError: It cannot be made or written.
-        ValueError: The path holds a null byte.
+        OSError: It cannot be made or written; names the option.
     """
-    if folder is not None:
+    if folder is None:
+        return
+    try:
         for path in (folder, *folder.parents):
             if path.exists() and not path.is_dir():
                 raise NotADirectoryError(f"{path} is a file, not a folder")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+    except (OSError, ValueError) as error:  # ValueError: the path holds a null byte
+        raise OSError(f"{option}: {error}") from error
 
 
 _UsageError: Any = typer.BadParameter.__base__
@@ -133,10 +136,11 @@ def errors_reported(as_json: bool) -> Iterator[None]:
     """Turn what the user can mend into a message and exit code 2."""
     from omni_speech_accel.errors import BenchError
     from omni_speech_accel.plugin.settings import SettingsError
+    from omni_speech_accel.transitions import CannotCompare
 
     try:
         yield
-    except (BenchError, SettingsError, OSError) as error:
+    except (BenchError, CannotCompare, SettingsError, OSError) as error:
         raise fail(str(error), as_json, WRONG_INPUT) from error
     except KeyboardInterrupt:
         raise fail("interrupted before there was anything to report", as_json, INTERRUPTED) from None
@@ -145,12 +149,9 @@ def errors_reported(as_json: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def stops_early() -> Iterator[None]:
     """Let SIGTERM, which ``timeout`` and a cancelled job send, end a run as Ctrl-C does: what is done is reported."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
     try:
-        before = signal.signal(signal.SIGTERM, interrupt)
+        # Through SIGINT's own handler: asyncio's, where it is at work.
+        before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     except ValueError:  # not the main thread: the process's owner decides
         yield
         return

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do two speech servers say the same while their decode batches grow, shrink and change rows?
+"""Do two speech servers say the same while their decode batches grow, shrink and change rows, and how fast are they?
 
-`register` adds the command. The check itself (`check.run_transitions`) loads httpx and numpy only when it runs.
+`check.run_transitions` compares what they say, `modes.compare_modes` their speed. Imports httpx and numpy only to run.
 """
 
-from omni_speech_accel.transitions.command import register
+__all__ = ["CannotCompare"]
 
-__all__ = ["register"]
+
+class CannotCompare(Exception):
+    """The comparison cannot be made as asked. The message says what to do."""

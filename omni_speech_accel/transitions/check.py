@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import platform
 import signal
 from collections.abc import Callable, Coroutine, Sequence
@@ -100,10 +101,10 @@ class Report:
 
 
 def run_transitions(config: TransitionsConfig) -> Report:
-    """Run the check; needs httpx. Ctrl-C or SIGTERM ends it early: the report then holds what was compared so far.
+    """Run the check; needs httpx. Ctrl-C ends it early: the report then holds what was compared so far.
 
-    Raises `ServerUnreachable` if a server does not answer, `RecordingError` if the baseline is a recording of other
-    requests, `HttpxMissing` without httpx. Nothing else that a server does raises: it becomes a verdict.
+    Raises `CannotCompare` if a server does not answer, the baseline is a recording of other requests, or without
+    httpx. Nothing else that a server does raises: it becomes a verdict.
     """
     if isinstance(config.baseline, Recording):
         config.baseline.require(config.plan, config.request)
@@ -114,7 +115,7 @@ def record_baseline(config: TransitionsConfig) -> tuple[Recording, list[str]]:
     """Run the plan on the baseline alone, for a candidate that cannot run beside it.
 
     Returns the recording and what is wrong with it, one line each: streams that failed, transitions that did not
-    happen. Ctrl-C or SIGTERM ends it early: the recording then holds the transitions done so far. Raises as
+    happen. Ctrl-C ends it early: the recording then holds the transitions done so far. Raises as
     `run_transitions` does.
     """
     return asyncio.run(_record(config))
@@ -182,28 +183,23 @@ async def _record(config: TransitionsConfig) -> tuple[Recording, list[str]]:
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`, which the first Ctrl-C or SIGTERM cancels quietly; a second one has its usual effect."""
+    """Await `work`, which the first Ctrl-C cancels quietly; a second one has its usual effect."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
-    before: dict[signal.Signals, Any] = {}
+    before = signal.getsignal(signal.SIGINT)
 
     def stop() -> None:
         restore()
         task.cancel()
 
     def restore() -> None:
-        while before:
-            number, handler = before.popitem()
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+        with contextlib.suppress(NotImplementedError):
+            if loop.remove_signal_handler(signal.SIGINT):
+                signal.signal(signal.SIGINT, before)
 
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            handler = signal.getsignal(number)
-            loop.add_signal_handler(number, stop)
-            before[number] = handler
-    except (NotImplementedError, RuntimeError, ValueError):
-        pass  # Windows, or not the main thread: the process's owner decides
+    # Windows has none; outside the main thread the process's owner decides.
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+        loop.add_signal_handler(signal.SIGINT, stop)
     try:
         await asyncio.wait({task})
     finally:

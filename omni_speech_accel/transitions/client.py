@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from omni_speech_accel.transitions import CannotCompare
 from omni_speech_accel.transitions.plan import Condition, State, StreamSpec, Transition
 from omni_speech_accel.transitions.wire import BodyError, WavStripper, body_reader, printable
 
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
 MISSING_HTTPX = (
     "omni-speech-accel transitions needs httpx, which is not installed: pip install 'omni-speech-accel[bench]'"
 )
-
-
-class HttpxMissing(Exception):
-    """The HTTP client library is an extra, and not installed."""
-
-
-class ServerUnreachable(Exception):
-    """No speech server answers at the URL, so there is nothing to compare."""
 
 
 class Ending(str, Enum):
@@ -96,12 +89,12 @@ def request_body(spec: StreamSpec, options: RequestOptions) -> dict[str, Any]:
 async def connect(options: RequestOptions) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client without a limit on connections: a pool limit would queue streams and hide the batch shape.
 
-    Raises `HttpxMissing`.
+    Raises `CannotCompare` where httpx, an extra, is not installed.
     """
     try:
         import httpx
     except ImportError as error:
-        raise HttpxMissing(MISSING_HTTPX) from error
+        raise CannotCompare(MISSING_HTTPX) from error
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     timeout = httpx.Timeout(options.stall_s, connect=min(10.0, options.stall_s))
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -113,7 +106,7 @@ async def connect(options: RequestOptions) -> AsyncIterator[httpx.AsyncClient]:
 async def probe(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
     """What the server says of itself: ``{"url", "models", "version"}``.
 
-    Raises `ServerUnreachable` if nobody answers there, the server asks for a key, or what it answers is nested too
+    Raises `CannotCompare` if nobody answers there, the server asks for a key, or what it answers is nested too
     deep to be read.
     """
     import httpx
@@ -123,15 +116,15 @@ async def probe(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
         try:
             response = await client.get(url + path)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, OverflowError, UnicodeError) as error:
-            raise ServerUnreachable(f"no server answers at {url}: {type(error).__name__}: {error}") from error
+            raise CannotCompare(f"no server answers at {url}: {type(error).__name__}: {error}") from error
         if response.status_code in (401, 403):
-            raise ServerUnreachable(f"{url}{path} answers {response.status_code}: give the server's key with --api-key")
+            raise CannotCompare(f"{url}{path} answers {response.status_code}: give the server's key with --api-key")
         try:
             answer = response.json()
         except ValueError:
             continue
         except RecursionError as error:
-            raise ServerUnreachable(f"{url}{path} answers with JSON that is nested too deep") from error
+            raise CannotCompare(f"{url}{path} answers with JSON that is nested too deep") from error
         with contextlib.suppress(KeyError, TypeError):
             if path == "/version":
                 found["version"] = printable(answer["version"]) if isinstance(answer["version"], str) else None

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omni_speech_accel.transitions import CannotCompare
+
 # Two lengths on purpose: an early finish needs streams that end while others are far from done.
 _SHORT_TEXTS = (
     "Good morning, everyone.",
@@ -55,10 +57,6 @@ _LONG_TEXTS = (
 MIN_LENGTH_RATIO = 2.0
 
 
-class InputsError(ValueError):
-    """The inputs cannot be read, or cannot force the transitions asked for."""
-
-
 @dataclass(frozen=True)
 class SpeechInput:
     """One text, with the request fields that belong to it alone (its reference, voice, ...)."""
@@ -86,27 +84,27 @@ def builtin_pool() -> InputPool:
 def load_pool(path: Path) -> InputPool:
     """Read one input a line: plain text, or a JSON object that holds ``input`` and any further request fields.
 
-    The shorter third becomes the short group. Raises `InputsError` when the file is unreadable, a line is malformed,
+    The shorter third becomes the short group. Raises `CannotCompare` when the file is unreadable, a line is malformed,
     there are fewer than two inputs, or the lengths do not differ enough for one stream to end before another.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputsError(f"cannot read the inputs {path}: {error}") from error
+        raise CannotCompare(f"cannot read the inputs {path}: {error}") from error
     inputs = [_parse_line(line.strip(), f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     return split_by_length(inputs)
 
 
 def split_by_length(inputs: list[SpeechInput]) -> InputPool:
-    """Split inputs into the shorter third and the rest; raises `InputsError` as `load_pool` does."""
+    """Split inputs into the shorter third and the rest; raises `CannotCompare` as `load_pool` does."""
     if len(inputs) < 2:
-        raise InputsError(f"at least two inputs are needed, one short and one long, got {len(inputs)}")
+        raise CannotCompare(f"at least two inputs are needed, one short and one long, got {len(inputs)}")
     ordered = sorted(inputs, key=lambda item: len(item.text))
     cut = max(1, len(ordered) // 3)
     pool = InputPool(short=tuple(ordered[:cut]), long=tuple(ordered[cut:]))
     longest_short, shortest_long = len(pool.short[-1].text), len(pool.long[0].text)
     if shortest_long < MIN_LENGTH_RATIO * longest_short:
-        raise InputsError(
+        raise CannotCompare(
             f"the inputs are too alike in length: the shorter third reaches {longest_short} characters, the others "
             f"start at {shortest_long}; a stream that ends early needs the others at least "
             f"{MIN_LENGTH_RATIO:g} times as long"
@@ -130,8 +128,8 @@ def _parse_line(line: str, place: str) -> SpeechInput:
     try:
         item = parse_json(line)
     except ValueError as error:
-        raise InputsError(f"{place}: not a JSON object that can be sent: {error}") from error
+        raise CannotCompare(f"{place}: not a JSON object that can be sent: {error}") from error
     text = item.pop("input", None)
     if not isinstance(text, str) or not text.strip():
-        raise InputsError(f"{place}: a JSON line needs a non-empty 'input' text")
+        raise CannotCompare(f"{place}: a JSON line needs a non-empty 'input' text")
     return SpeechInput(text, item)

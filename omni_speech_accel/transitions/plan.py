@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from omni_speech_accel.transitions import CannotCompare
 from omni_speech_accel.transitions.inputs import InputPool, SpeechInput
 
 
@@ -64,10 +65,6 @@ class Transition:
     streams: tuple[StreamSpec, ...]
     peak: int
     strict: bool = True
-
-
-class PlanError(ValueError):
-    """The plan asked for cannot be made."""
 
 
 class _Builder:
@@ -195,14 +192,16 @@ PATTERNS: dict[str, tuple[_Pattern, bool]] = {
 def build_plan(pool: InputPool, sizes: Sequence[int], seed: int, only: Sequence[str] = ()) -> tuple[Transition, ...]:
     """The transitions to run, in order: every pattern (or those in `only`) at every size of the grid.
 
-    The same pool, sizes and seed give the same plan. Raises `PlanError` for an unknown pattern or a size below 2.
+    The same pool, sizes and seed give the same plan. Raises `CannotCompare` for an unknown pattern or a size below 2.
     """
     unknown = [name for name in only if name not in PATTERNS]
     if unknown:
-        raise PlanError(f"unknown transition {unknown[0]!r}; there are: {', '.join(PATTERNS)}")
+        raise CannotCompare(f"unknown transition {unknown[0]!r}; there are: {', '.join(PATTERNS)}")
     too_small = [size for size in sizes if size < 2]
     if too_small or not sizes:
-        raise PlanError(f"a batch that changes needs at least 2 streams, got {too_small[0] if too_small else 'none'}")
+        raise CannotCompare(
+            f"a batch that changes needs at least 2 streams, got {too_small[0] if too_small else 'none'}"
+        )
     plan: list[Transition] = []
     for pattern, (make, sized) in PATTERNS.items():
         if only and pattern not in only:

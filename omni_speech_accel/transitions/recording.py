@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from omni_speech_accel.transitions import CannotCompare
 from omni_speech_accel.transitions.client import Ending, RequestOptions, StreamRecord, request_body
 from omni_speech_accel.transitions.inputs import parse_json
 from omni_speech_accel.transitions.plan import Transition
@@ -21,10 +22,6 @@ from omni_speech_accel.transitions.wire import MAX_CHANNELS, MAX_SAMPLE_RATE
 
 FORMAT = 1
 _INDEX, _AUDIO = "recording.json", "audio.pcm"
-
-
-class RecordingError(ValueError):
-    """The recording cannot be read, or was made with other requests."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +37,20 @@ class Recording:
     runs: dict[str, list[list[StreamRecord]]]
 
     def require(self, plan: Sequence[Transition], options: RequestOptions) -> None:
-        """Raise `RecordingError` unless every transition of `plan` was recorded with the same requests."""
+        """Raise `CannotCompare` unless every transition of `plan` was recorded with the same requests."""
         for name, wanted in requests_of(plan, options).items():
             recorded = self.requests.get(name)
             if recorded is None:
-                raise RecordingError(f"the recording has no transition {name}; it has: {', '.join(self.requests)}")
+                raise CannotCompare(f"the recording has no transition {name}; it has: {', '.join(self.requests)}")
             for stream, (ours, theirs) in enumerate(zip(wanted, recorded, strict=False)):
                 differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
                 if differing:
-                    raise RecordingError(
+                    raise CannotCompare(
                         f"the recording was made with other requests: {name}, stream {stream} differs in "
                         f"{', '.join(differing)}"
                     )
             if len(wanted) != len(recorded):
-                raise RecordingError(f"the recording of {name} has {len(recorded)} streams, the plan {len(wanted)}")
+                raise CannotCompare(f"the recording of {name} has {len(recorded)} streams, the plan {len(wanted)}")
 
 
 def requests_of(plan: Sequence[Transition], options: RequestOptions) -> dict[str, list[dict[str, Any]]]:
@@ -103,20 +100,18 @@ def save_recording(recording: Recording, folder: Path) -> None:
 
 
 def load_recording(folder: Path) -> Recording:
-    """Read what `save_recording` wrote; raises `RecordingError` if it is not there or not whole."""
+    """Read what `save_recording` wrote; raises `CannotCompare` if it is not there or not whole."""
     try:
         index = _object("the index", parse_json((folder / _INDEX).read_text(encoding="utf-8")))
         audio = (folder / _AUDIO).read_bytes()
         if index["format"] != FORMAT:
-            raise RecordingError(f"{folder} has recording format {index['format']}; this version reads {FORMAT}")
+            raise CannotCompare(f"{folder} has recording format {index['format']}; this version reads {FORMAT}")
         recording = _read(index, audio)
         # Older recordings have no digest.
         if index.get("audio_sha256", _sha256(audio)) != _sha256(audio):
             raise _damaged("its audio is not what its index was written for")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, RecordingError):
-            raise
-        raise RecordingError(f"{folder} is not a whole recording: {type(error).__name__}: {error}") from error
+        raise CannotCompare(f"{folder} is not a whole recording: {type(error).__name__}: {error}") from error
     return recording
 
 
@@ -137,8 +132,8 @@ def _read(index: Mapping[str, Any], audio: bytes) -> Recording:
     return Recording(server, _object("environment", index["environment"]), requests, read)
 
 
-def _damaged(what: str) -> RecordingError:
-    return RecordingError(f"not a whole recording: {what}")
+def _damaged(what: str) -> CannotCompare:
+    return CannotCompare(f"not a whole recording: {what}")
 
 
 def _demand(holds: bool, otherwise: str) -> None:
@@ -177,7 +172,7 @@ def _from_json(item: Mapping[str, Any], audio: bytes) -> StreamRecord:
     _demand(min(int(offset), int(length)) >= 0, "a stream lies before the start of its audio")
     pcm = audio[offset : offset + length]
     if len(pcm) != length:
-        raise RecordingError("the recording's audio is cut short")
+        raise CannotCompare("the recording's audio is cut short")
     for name, most in (("sample_rate", MAX_SAMPLE_RATE), ("channels", MAX_CHANNELS)):
         value = item[name]
         _demand(value is None or (isinstance(value, int) and 0 < value <= most), f"{name} is {value!r}")

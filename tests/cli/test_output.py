@@ -128,7 +128,7 @@ def test_a_folder_for_a_deploy_and_a_file_for_a_folder_are_named_as_such(tmp_pat
     for out in (file, file / "below"):
         result = CliRunner().invoke(cli.app, ["verify", "--out", str(out)])
         assert result.exit_code == 2
-        assert result.stderr == f"error: {file} is a file, not a folder\n"
+        assert result.stderr == f"error: --out: {file} is a file, not a folder\n"
 
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}

@@ -9,10 +9,9 @@ import wave
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from omni_speech_accel.transitions import register
+from omni_speech_accel.cli.app import app
 from omni_speech_accel.transitions.inputs import builtin_pool
 from omni_speech_accel.transitions.plan import PATTERNS, build_plan
 
@@ -38,9 +37,6 @@ EXPECTED_FAULT = {
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
     result = CliRunner().invoke(app, ["transitions", *arguments], env={"COLUMNS": "240", "VLLM_API_KEY": ""})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

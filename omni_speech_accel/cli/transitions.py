@@ -3,38 +3,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
 
-from omni_speech_accel.cli.output import fail, ready_folder
+from omni_speech_accel.cli.options import Json, names_in
+from omni_speech_accel.cli.output import FAILED, WRONG_INPUT, errors_reported, fail, ready_folder, stops_early
+from omni_speech_accel.transitions import CannotCompare
 
-EXIT_DIFFERENT = 1
-EXIT_USAGE = 2
+__all__ = ["transitions"]
+
 # Seconds, dB: beyond this, and for NaN, a number is a mistake.
 _MOST = 1e6
-
-
-class _UsageMistake(Exception):
-    """Something that the caller can mend; ends the command with exit code 2."""
-
-
-def _mistakes_reported(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with its mistakes said where the caller reads them."""
-
-    @functools.wraps(command)
-    def run(**options: Any) -> None:
-        try:
-            command(**options)
-        except _UsageMistake as error:
-            raise fail(str(error), options["json_output"], EXIT_USAGE) from error
-
-    return run
 
 
 def _is_url(value: str) -> bool:
@@ -73,9 +56,9 @@ def _json_object(value: str | None, option: str) -> dict[str, Any]:
         text = Path(value[1:]).read_text(encoding="utf-8") if value.startswith("@") else value
         found = parse_json(text)
     except (OSError, ValueError) as error:
-        raise _UsageMistake(f"{option}: {error}") from error
+        raise CannotCompare(f"{option}: {error}") from error
     if not isinstance(found, dict):
-        raise _UsageMistake(f"{option} must be a JSON object, got {type(found).__name__}")
+        raise CannotCompare(f"{option} must be a JSON object, got {type(found).__name__}")
     return found
 
 
@@ -83,23 +66,15 @@ def _sizes(value: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(part) for part in value.split(",")))
     except ValueError as error:
-        raise _UsageMistake(f"--concurrency takes numbers such as 3,5,7, got {value!r}") from error
+        raise CannotCompare(f"--concurrency takes numbers such as 3,5,7, got {value!r}") from error
 
 
 def _require_finite(**options: float | None) -> None:
     for name, value in options.items():
         if value is not None and not abs(value) <= _MOST:
-            raise _UsageMistake(f"--{name.replace('_', '-')} must be a number of at most {_MOST:g}, got {value}")
+            raise CannotCompare(f"--{name.replace('_', '-')} must be a number of at most {_MOST:g}, got {value}")
 
 
-def _try_folder(folder: Path | None, option: str) -> None:
-    try:
-        ready_folder(folder)
-    except (OSError, ValueError) as error:
-        raise _UsageMistake(f"{option}: {error}") from error
-
-
-@_mistakes_reported
 def transitions(
     baseline: Annotated[
         str,
@@ -191,7 +166,7 @@ def transitions(
         Path | None,
         typer.Option(help="Folder for report.json, rows.csv and the WAVs of every stream that is not ok."),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check that two speech servers say the same while their batches change under them.
 
@@ -214,82 +189,73 @@ def transitions(
     --record before; restart the server in the other mode; omni-speech-accel transitions --baseline before
     --candidate http://127.0.0.1:8091
     """
-    from rich.console import Console
+    with errors_reported(as_json), stops_early():
+        from rich.console import Console
 
-    from omni_speech_accel.transitions import check, client, compare, report
-    from omni_speech_accel.transitions.inputs import InputsError, builtin_pool, load_pool
-    from omni_speech_accel.transitions.plan import PlanError, build_plan
-    from omni_speech_accel.transitions.recording import RecordingError, load_recording, save_recording
+        from omni_speech_accel.transitions import check, client, compare, report
+        from omni_speech_accel.transitions.inputs import builtin_pool, load_pool
+        from omni_speech_accel.transitions.plan import build_plan
+        from omni_speech_accel.transitions.recording import load_recording, save_recording
 
-    if (candidate is None) == (record is None):
-        raise _UsageMistake("give either --candidate, to compare, or --record, to keep the baseline for later")
-    if record is not None and not _is_url(baseline):
-        raise _UsageMistake("--record needs the URL of a server as --baseline, not a recording")
-    if record is not None and out is not None:
-        raise _UsageMistake("--out keeps a comparison, and --record makes none: give one of them")
-    body = _json_object(extra_body, "--extra-body")
-    _require_finite(
-        duration_tolerance=duration_tolerance, min_snr=min_snr, timeout=timeout, stall_timeout=stall_timeout
-    )
-    if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise _UsageMistake("--api-key must be printable ASCII: it goes into an HTTP header")
-    if min_snr is not None and not pcm:
-        raise _UsageMistake("--min-snr and --no-pcm exclude each other")
-    try:
-        pool = builtin_pool() if inputs is None else load_pool(inputs)
-        plan = build_plan(pool, _sizes(concurrency), seed, [name.strip() for name in only.split(",") if name.strip()])
+        if (candidate is None) == (record is None):
+            raise CannotCompare("give either --candidate, to compare, or --record, to keep the baseline for later")
+        if record is not None and not _is_url(baseline):
+            raise CannotCompare("--record needs the URL of a server as --baseline, not a recording")
+        if record is not None and out is not None:
+            raise CannotCompare("--out keeps a comparison, and --record makes none: give one of them")
+        body = _json_object(extra_body, "--extra-body")
+        _require_finite(
+            duration_tolerance=duration_tolerance, min_snr=min_snr, timeout=timeout, stall_timeout=stall_timeout
+        )
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise CannotCompare("--api-key must be printable ASCII: it goes into an HTTP header")
+        if min_snr is not None and not pcm:
+            raise CannotCompare("--min-snr and --no-pcm exclude each other")
+        plan = build_plan(
+            builtin_pool() if inputs is None else load_pool(inputs), _sizes(concurrency), seed, names_in(only)
+        )
         source = baseline if _is_url(baseline) else load_recording(Path(baseline))
-    except (InputsError, PlanError, RecordingError) as error:
-        raise _UsageMistake(str(error)) from error
-    _try_folder(record, "--record")
-    _try_folder(out, "--out")
-    notes = Console(stderr=True)
+        ready_folder(record, "--record")
+        ready_folder(out)
+        notes = Console(stderr=True)
 
-    def tell(result: check.TransitionResult) -> None:
-        # A run can take an hour; what is known already should not wait for its end, or be lost with it.
-        for line in report.problems_of(result) or [f"{result.transition.name}: ok"]:
-            notes.print(line, markup=False, highlight=False, soft_wrap=True)
+        def tell(result: check.TransitionResult) -> None:
+            # A run can take an hour; what is known already should not wait for its end, or be lost with it.
+            for line in report.problems_of(result) or [f"{result.transition.name}: ok"]:
+                notes.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    config = check.TransitionsConfig(
-        baseline=source,
-        candidate=candidate or "",
-        plan=plan,
-        request=client.RequestOptions(model, response_format, stream_format, body, timeout, stall_timeout, api_key),
-        tolerance=compare.Tolerance(pcm_tolerance, min_snr, duration_tolerance, pcm),
-        baseline_runs=baseline_runs,
-        repeat=repeat,
-        attempts=attempts,
-        on_start=lambda transition: notes.print(f"{transition.name} ...", highlight=False),
-        on_result=tell,
-    )
-    try:
+        config = check.TransitionsConfig(
+            baseline=source,
+            candidate=candidate or "",
+            plan=plan,
+            request=client.RequestOptions(model, response_format, stream_format, body, timeout, stall_timeout, api_key),
+            tolerance=compare.Tolerance(pcm_tolerance, min_snr, duration_tolerance, pcm),
+            baseline_runs=baseline_runs,
+            repeat=repeat,
+            attempts=attempts,
+            on_start=lambda transition: notes.print(f"{transition.name} ...", highlight=False),
+            on_result=tell,
+        )
         if record is not None:
             recording, wrong = check.record_baseline(config)
-        else:
-            found = check.run_transitions(config)
-    except (client.ServerUnreachable, client.HttpxMissing, RecordingError) as error:
-        raise _UsageMistake(str(error)) from error
-    if record is not None:
-        if recording.runs:
-            try:
+            if recording.runs:
                 save_recording(recording, record)
-            except OSError as error:
-                raise _UsageMistake(f"--record: {error}") from error
-        return _say_recorded(record if recording.runs else None, wrong, json_output)
+            return _say_recorded(record if recording.runs else None, wrong, as_json)
+        found = check.run_transitions(config)
     unsaved = None
     if out is not None:
         try:
             report.save(found, out)
         except OSError as error:
             unsaved = error
-    if json_output:
+    if as_json:
         typer.echo(json.dumps(report.to_json(found), indent=2))
     else:
         report.print_report(found, Console())
     if unsaved is not None:  # the report is printed already, and is the one document
-        raise fail(f"--out: {unsaved}", False, EXIT_USAGE)
+        raise fail(f"--out: {unsaved}", False, WRONG_INPUT)
     if not found.passed:
-        raise typer.Exit(EXIT_DIFFERENT)
+        raise typer.Exit(FAILED)
 
 
 def _say_recorded(folder: Path | None, wrong: list[str], as_json: bool) -> None:
@@ -302,9 +268,4 @@ def _say_recorded(folder: Path | None, wrong: list[str], as_json: bool) -> None:
         done = "nothing was recorded" if folder is None else f"recorded in {folder}"
         typer.echo(done + (", but not fit to compare with" if wrong and folder is not None else ""))
     if wrong:
-        raise typer.Exit(EXIT_DIFFERENT)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the ``transitions`` command to `app`."""
-    app.command("transitions")(transitions)
+        raise typer.Exit(FAILED)
