@@ -197,33 +197,17 @@ def _soundfile() -> Any:
     return soundfile
 
 
-def _resample(samples: Waveform, rate: int, target: int) -> Waveform:
-    """Linear interpolation after a moving average: enough for a reference voice, and the same on every machine."""
-    if rate == target:
-        return samples
-    if rate > target:
-        width = round(rate / target)
-        samples = np.convolve(samples, np.full(width, 1.0 / width), mode="same").astype(np.float32)
-    positions = np.arange(int(len(samples) * target / rate)) * (rate / target)
-    resampled: Waveform = np.interp(positions, np.arange(len(samples)), samples).astype(np.float32)
-    return resampled
-
-
 def speech(rate: int = REFERENCE_RATE) -> list[Reference]:
-    """The speech that ships with the host and its tokenizer, at ``rate``.
+    """The speech that ships with the host and its tokenizer, one voice each, at ``rate``.
 
     Raises:
-        BenchError: It is not here.
+        FileNotFoundError: It is not here.
     """
-    soundfile = _soundfile()
-    try:
-        paths = host_speech()
-    except FileNotFoundError as error:
-        raise BenchError(str(error)) from error
     found = []
-    for path in paths:
-        samples, file_rate = soundfile.read(path, dtype="float32", always_2d=True)
-        found.append(Reference(path.stem, _resample(samples.mean(axis=1), int(file_rate), rate), rate))
+    for name in _SOURCES:
+        samples, recorded = _read_voice(name)
+        resampled = _stretch(samples, len(samples) * rate // recorded)
+        found.append(Reference(name, np.clip(resampled, -1.0, 1.0).astype(np.float32), rate))
     return found
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from omni_speech_accel.synthetic import references
 from omni_speech_accel.synthetic.references import REFERENCE_RATE, distinct_references, reference_files, speech
 
 
@@ -49,3 +50,11 @@ def test_reference_files_cover_what_people_send(tmp_path: Path) -> None:
     assert 30.0 in durations
     assert durations[-1] > 30.0
     assert any(float(np.abs(soundfile.read(path)[0]).max()) == 0.0 for _, path in reference_files(tmp_path))
+
+
+def test_another_rate_keeps_the_tones_that_it_can_hold_and_no_other() -> None:
+    seconds = np.arange(48000) / 48000
+    low, high = np.sin(2 * np.pi * 440 * seconds), np.sin(2 * np.pi * 9000 * seconds)
+    found = references._stretch(low + high, 16000)
+    expected = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+    assert float(np.abs(found - expected).max()) < 1e-9
