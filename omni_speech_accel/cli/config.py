@@ -19,6 +19,7 @@ from omni_speech_accel.cli.options import (
 from omni_speech_accel.cli.output import (
     errors_reported,
 )
+from omni_speech_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from omni_speech_accel.deploy.profiles import Profile
@@ -37,21 +38,19 @@ def _chosen(on: list[str], off: list[str], options: list[str]) -> dict[str, Any]
     """Items and their values as an overlay takes them.
 
     Raises:
-        SettingsError: An item is on and off at once, or an option is not ITEM.KEY=VALUE.
+        UsageError: An item is on and off at once, or an option is not ITEM.KEY=VALUE.
     """
-    from omni_speech_accel.plugin.settings import SettingsError
-
     both = sorted(set(on) & set(off))
     if both:
-        raise SettingsError(f"{both[0]} is named by --on and by --off")
+        raise UsageError(f"{both[0]} is named by --on and by --off")
     chosen: dict[str, Any] = {**dict.fromkeys(on, True), **dict.fromkeys(off, False)}
     for option in options:
         path, separator, value = option.partition("=")
         item, dot, key = path.partition(".")
         if not (separator and dot and item and key):
-            raise SettingsError(f"--option takes ITEM.KEY=VALUE, not {option!r}")
+            raise UsageError(f"--option takes ITEM.KEY=VALUE, not {option!r}")
         if chosen.get(item) is False:
-            raise SettingsError(f"{item} is off, so --option {option} would do nothing")
+            raise UsageError(f"{item} is off, so --option {option} would do nothing")
         known = chosen.get(item)
         chosen[item] = {**(known if isinstance(known, dict) else {}), key: yaml_value(value, f"--option {path}")}
     return chosen
@@ -61,13 +60,12 @@ def _profile(base: str, name: str | None, platform: PlatformName, place: Place |
     """The overlay's profile, by name or by the base's file name, for the devices that it is written for.
 
     Raises:
-        SettingsError: No profile fits, or the place cannot be had.
+        UsageError: No profile fits, or the place cannot be had.
     """
     from dataclasses import replace
 
     from omni_speech_accel.cli.status import guess_platform
     from omni_speech_accel.deploy.profiles import PROFILES, suggest_profile
-    from omni_speech_accel.plugin.settings import SettingsError
 
     keys = ", ".join(profile.key for profile in PROFILES)
     guessed = guess_platform()
@@ -77,18 +75,18 @@ def _profile(base: str, name: str | None, platform: PlatformName, place: Place |
         candidates = (suggest_profile(base, known) for known in (device, "cuda", "npu"))
         found = next((profile for profile in candidates if profile is not None), None)
     if found is None:
-        raise SettingsError(f"no model is known by {name or base}; name one by --profile: {keys}")
+        raise UsageError(f"no model is known by {name or base}; name one by --profile: {keys}")
     # Not the CPU where a driver is merely missing: an overlay may be written on another machine than the server's.
     cpu = device == "cpu" and name is None and "driver" not in guessed.source
     if platform is not PlatformName.auto or device in found.platforms or cpu:
         found = replace(found, devices=(device,))
     if stage is not None and place is not Place.additional_config:
-        raise SettingsError("--stage is the stage of --place additional_config, which is not given")
+        raise UsageError("--stage is the stage of --place additional_config, which is not given")
     if place is Place.additional_config:
         wanted = ("stages", found.stage if stage is None else stage, "additional_config")
         return found if wanted == found.place else replace(found, place=wanted, place_note="")
     if place is Place.connectors and found.place[0] == "stages":
-        raise SettingsError(f"{found.base} has no connectors; the block belongs at stages[].additional_config")
+        raise UsageError(f"{found.base} has no connectors; the block belongs at stages[].additional_config")
     return found
 
 
@@ -153,11 +151,10 @@ def _base_path(base: str) -> str:
 
     Raises:
         IsADirectoryError: It is a folder.
-        SettingsError: There is no such file, neither here nor, for a bare name, among the host's, or its name cannot
+        UsageError: There is no such file, neither here nor, for a bare name, among the host's, or its name cannot
             be written.
     """
     from omni_speech_accel.host import source as host
-    from omni_speech_accel.plugin.settings import SettingsError
 
     path, location = base, host.host_info().location
     bare = Path(base).name == base
@@ -170,10 +167,10 @@ def _base_path(base: str) -> str:
         elif Path(base).is_dir():
             raise IsADirectoryError(f"{base} is a folder")
         elif location is not None or not bare:
-            raise SettingsError(f"{base} does not exist" + (f", here or in {location / 'deploy'}" if location else ""))
+            raise UsageError(f"{base} does not exist" + (f", here or in {location / 'deploy'}" if location else ""))
     try:
         path.encode()
     except UnicodeEncodeError as error:
         problem = "cannot be read in this locale, or is no UTF-8, so no YAML can hold it; try LC_ALL=C.UTF-8"
-        raise SettingsError(f"the name {path!r} {problem}") from error
+        raise UsageError(f"the name {path!r} {problem}") from error
     return path

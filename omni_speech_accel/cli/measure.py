@@ -25,6 +25,7 @@ from omni_speech_accel.cli.options import (
     yaml_value,
 )
 from omni_speech_accel.cli.output import FAILED, OK, errors_reported, ready_folder, stdout_kept_clean, stops_early
+from omni_speech_accel.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +64,7 @@ def run_verify(
     """Everything `omni-speech-accel verify` does before it prints its report.
 
     Raises:
-        BenchError: An unknown item, no such device here, or no usable model.
+        UserError: An unknown item, no such device here, or no usable model.
     """
     from omni_speech_accel.measure import verify as module
     from omni_speech_accel.measure.driver import ready_platform
@@ -126,8 +127,8 @@ def run_bench(
         choose: The arms for a device type.
 
     Raises:
-        BenchError: No such device here, no usable model, an item that cannot be measured, or a reference mix-up.
-        SettingsError: An arm's block is wrong.
+        UserError: No such device here, no usable model, or an item that cannot be measured.
+        RunError: What was measured is not what was asked for.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -184,7 +185,7 @@ def verify(
     An item that needs another device is "not run", never "passed".
 
     Exit code: 0 nothing differs by more than stated; 1 an item failed, or one named by --items could not be checked;
-    2 wrong usage; 130 interrupted before there was anything to report.
+    2 wrong usage, or something is missing here; 130 interrupted before there was anything to report.
 
     Examples:
 
@@ -270,8 +271,8 @@ def bench(
     discarded pass; each number is a median with least and most, and a ratio to stock of the same run. Checked on the
     way: each stream used the reference that it was given, and all arms made the same amount of audio.
 
-    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference;
-    130 interrupted before there was anything to report.
+    Exit code: 0 measured; 1 the arms are not comparable, or the run broke (a stream used another reference);
+    2 wrong usage, or something is missing here; 130 interrupted before there was anything to report.
 
     Examples:
 
@@ -306,16 +307,17 @@ def _block(text: str, option: str) -> Any:
     """A settings block from YAML text or ``@FILE``; ``stock`` is no block.
 
     Raises:
-        SettingsError: It is no YAML, or no valid block.
+        UsageError: It is no YAML, or a file that cannot be read.
+        SettingsError: It is no valid block.
     """
-    from omni_speech_accel.plugin.settings import SettingsError, parse_block
+    from omni_speech_accel.plugin.settings import parse_block
 
     if text.strip() == "stock":
         return None
     try:
         source = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{option}: {error}") from error
+        raise UsageError(f"{option}: {error}") from error
     block = yaml_value(source, option)
     parse_block(block, option)
     return block
@@ -339,8 +341,8 @@ def ab(
 
     A block is what stands under omni_speech_accel in a deploy YAML; items that it does not name take their defaults.
 
-    Exit code: 0 measured; 1 the arms are not comparable; 2 wrong usage, or a stream used another reference;
-    130 interrupted before there was anything to report.
+    Exit code: 0 measured; 1 the arms are not comparable, or the run broke (a stream used another reference);
+    2 wrong usage, or something is missing here; 130 interrupted before there was anything to report.
 
     Examples:
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from omni_speech_accel.errors import UsageError
+
 __all__ = [
     "Device",
     "Extra",
@@ -75,16 +77,13 @@ def extras_in(pairs: list[str] | None) -> dict[str, Any]:
     """``KEY=VALUE`` pairs, values read as YAML.
 
     Raises:
-        BenchError: A pair has no ``=``.
-        SettingsError: A value is no YAML.
+        UsageError: A pair has no ``=``, or a value is no YAML.
     """
-    from omni_speech_accel.errors import BenchError
-
     found = {}
     for pair in pairs or ():
         key, separator, value = pair.partition("=")
         if not separator or not key:
-            raise BenchError(f"--extra takes KEY=VALUE, not {pair!r}")
+            raise UsageError(f"--extra takes KEY=VALUE, not {pair!r}")
         found[key] = yaml_value(value, f"--extra {key}")
     return found
 
@@ -93,13 +92,11 @@ def yaml_value(text: str, option: str) -> Any:
     """An option's value.
 
     Raises:
-        SettingsError: It is no YAML.
+        UsageError: It is no YAML.
     """
     import yaml
-
-    from omni_speech_accel.plugin.settings import SettingsError
 
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SettingsError(f"{option}: no valid YAML: {error}") from error
+        raise UsageError(f"{option}: no valid YAML: {error}") from error

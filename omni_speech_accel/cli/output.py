@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from omni_speech_accel.errors import RunError, UserError
+from omni_speech_accel.transitions import CannotCompare
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -36,15 +39,23 @@ __all__ = [
     "stops_early",
 ]
 
-OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
-READER_GONE = 141  # what a shell shows of a command that SIGPIPE ended
+# Exit codes of every command; the last two are what a shell shows of one that SIGINT or SIGPIPE ended.
+OK = 0
+FAILED = 1
+WRONG_INPUT = 2
+INTERRUPTED = 130
+READER_GONE = 141
+
+
+def _say_document(message: str, code: int) -> None:
+    typer.echo(json.dumps({"error": message, "exit_code": code}, indent=2))
 
 
 def fail(message: str, as_json: bool, code: int) -> typer.Exit:
     """Say what is wrong: on stderr for people, and with ``--json`` as the one document on stdout too."""
     typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
     if as_json:
-        typer.echo(json.dumps({"error": message, "exit_code": code}, indent=2))
+        _say_document(message, code)
     return typer.Exit(code)
 
 
@@ -80,7 +91,7 @@ class Commands(TyperGroup):
             yield
         except _UsageError as error:
             if "--json" in arguments:
-                typer.echo(json.dumps({"error": error.format_message(), "exit_code": error.exit_code}, indent=2))
+                _say_document(error.format_message(), error.exit_code)
             raise  # typer says it on stderr
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
@@ -133,15 +144,22 @@ def stdout_kept_clean() -> Iterator[Console]:
 
 @contextlib.contextmanager
 def errors_reported(as_json: bool) -> Iterator[None]:
-    """Turn what the user can mend into a message and exit code 2."""
-    from omni_speech_accel.errors import BenchError
-    from omni_speech_accel.plugin.settings import SettingsError
-    from omni_speech_accel.transitions import CannotCompare
+    """Turn an error into a message and its exit code: 2 what the user can mend, 1 a run that broke.
 
+    Any other is a defect of ours, or the host's: its traceback is what helps, and ``--json`` still gets its document.
+    """
     try:
         yield
-    except (BenchError, CannotCompare, SettingsError, OSError) as error:
+    except (UserError, CannotCompare, OSError) as error:
         raise fail(str(error), as_json, WRONG_INPUT) from error
+    except RunError as error:
+        raise fail(str(error), as_json, FAILED) from error
+    except (typer.Exit, _UsageError):
+        raise
+    except Exception as error:
+        if as_json:
+            _say_document(f"{type(error).__name__}: {error}", FAILED)
+        raise
     except KeyboardInterrupt:
         raise fail("interrupted before there was anything to report", as_json, INTERRUPTED) from None
 

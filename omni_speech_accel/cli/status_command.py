@@ -25,15 +25,15 @@ def _host_platform() -> Any:
     """The platform that the host reports.
 
     Raises:
-        BenchError: The host cannot be imported.
+        Unavailable: The host cannot be imported.
     """
     from omni_speech_accel.cli.status import detect_platform
-    from omni_speech_accel.errors import BenchError
+    from omni_speech_accel.errors import Unavailable
 
     try:
         return detect_platform()
     except ImportError as error:
-        raise BenchError(f"--ask-host: vllm-omni cannot be imported here: {error}") from error
+        raise Unavailable(f"--ask-host: vllm-omni cannot be imported here: {error}") from error
 
 
 def _not_a_file(path: str | None, error: FileNotFoundError) -> OSError:

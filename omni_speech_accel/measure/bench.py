@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel import __version__
-from omni_speech_accel.errors import BenchError
+from omni_speech_accel.errors import RunError, Unavailable, UsageError
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.abba import Row, Summary, Turn, audio_ratio, comparable, schedule, summarize
 from omni_speech_accel.measure.check import block_of
@@ -67,9 +67,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.streams < 1 or self.repeats < 1:
-            raise BenchError("at least one stream and one measured pass are needed")
+            raise UsageError("at least one stream and one measured pass are needed")
         if self.chunks < 3:
-            raise BenchError("a stream needs at least three chunks: a first, a steady and a last one")
+            raise UsageError("a stream needs at least three chunks: a first, a steady and a last one")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def item_arms(items: Sequence[str], platform: str) -> list[Arm]:
     An item that acts on what another puts there is measured with it ("alone" would change nothing).
 
     Raises:
-        BenchError: A named item cannot be measured here.
+        Unavailable: A named item cannot be measured here.
     """
     arms = [Arm(STOCK)]
     together: list[str] = []
@@ -160,13 +160,13 @@ def item_arms(items: Sequence[str], platform: str) -> list[Arm]:
         if not reason and not check.phases:
             reason = f"acts on {patch.stages}, which this bench does not drive"
         if reason and items:
-            raise BenchError(f"{patch.key} cannot be measured here: {reason}")
+            raise Unavailable(f"{patch.key} cannot be measured here: {reason}")
         if reason:
             continue
         arms.append(Arm(" + ".join((*check.beside, patch.key)), block_of(*check.beside, patch.key), check.idle))
         together += [key for key in (*check.beside, patch.key) if key not in together]
     if len(arms) == 1:
-        raise BenchError("no item can be measured here")
+        raise Unavailable("no item can be measured here")
     return [*arms, Arm(ALL, block_of(*together))] if len(together) > 1 else arms
 
 
@@ -237,7 +237,7 @@ class _ArmRun:
         self.driver = Code2WavDriver(model, profile, block=arm.block, seed=seed)
         self.build_seconds = time.perf_counter() - started
         if arm.block is None and self._on():
-            raise BenchError(f"{arm.name} has no block, and these items are on all the same: {', '.join(self._on())}")
+            raise RunError(f"{arm.name} has no block, and these items are on all the same: {', '.join(self._on())}")
 
     def _on(self) -> tuple[str, ...]:
         return tuple(patch.key for patch in PATCHES if self.driver.session.on(patch.key))

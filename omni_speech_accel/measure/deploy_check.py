@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from omni_speech_accel.deploy.overlay import render_overlay
 from omni_speech_accel.deploy.profiles import Profile, profile_for
-from omni_speech_accel.errors import BenchError
+from omni_speech_accel.errors import Unavailable
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.check import Check
 from omni_speech_accel.measure.compare import Difference
@@ -26,13 +26,13 @@ def judged_overlay(profile: Profile, items: Mapping[str, bool]) -> DeployReport:
     """What the host makes of an overlay of ``profile`` over its own deploy file, on the profile's first platform.
 
     Raises:
-        BenchError: The host is not installed.
+        Unavailable: The host is not installed.
     """
     from omni_speech_accel.anchors.deploy import explain
 
     location = host.host_info().location
     if location is None:
-        raise BenchError("vllm-omni is not installed here")
+        raise Unavailable("vllm-omni is not installed here")
     with tempfile.TemporaryDirectory(prefix="omni-speech-accel-") as scratch:
         overlay = Path(scratch) / "overlay.yaml"
         base = str(location / "deploy" / profile.base)

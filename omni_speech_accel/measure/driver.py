@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel import environment, plugin
-from omni_speech_accel.errors import BenchError, ReferenceMixup
+from omni_speech_accel.errors import ReferenceMixup, RunError, Unavailable
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.plugin.session import StageSession, attach, session_of
 from omni_speech_accel.plugin.settings import BLOCK
@@ -45,21 +45,22 @@ def ready_platform(wanted: str = "auto") -> str:
     """Register the plugin, import the host and return its device type: ``cuda``, ``npu`` or ``cpu``.
 
     Raises:
-        BenchError: The host is missing, the kill switch is set, or the host's platform is not the wanted one.
+        Unavailable: The host is missing, the kill switch is set, or the host's platform is not the wanted one.
+        RunError: The plugin could not be registered.
     """
     if environment.killed():
-        raise BenchError(f"{environment.KILL_SWITCH} switches the package off here: unset it for this command")
+        raise Unavailable(f"{environment.KILL_SWITCH} switches the package off here: unset it for this command")
     plugin.register()
     if not plugin.is_registered():
-        raise BenchError("the plugin could not be registered; the log says why")
+        raise RunError("the plugin could not be registered; the log says why")
     try:
         from omni_speech_accel.anchors.stages import device_type
 
         found = device_type()
     except ImportError as error:
-        raise BenchError(f"vllm-omni cannot be imported here: {error}") from error
+        raise Unavailable(f"vllm-omni cannot be imported here: {error}") from error
     if wanted not in ("auto", found):
-        raise BenchError(
+        raise Unavailable(
             f"vllm-omni runs on {found} in this environment, not on {wanted}; "
             "CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES choose a card"
         )
@@ -77,7 +78,7 @@ def _check_model(model: Path) -> None:
     missing = [path for path in wanted if not path.is_file()]
     if missing:
         names = ", ".join(str(path.relative_to(model)) for path in missing)
-        raise BenchError(f"{model} is no MiniCPM-o speech model directory: it lacks {names}")
+        raise Unavailable(f"{model} is no MiniCPM-o speech model directory: it lacks {names}")
 
 
 def _vllm_config(model: Path, profile: StageProfile, block: Any) -> Any:
@@ -166,7 +167,7 @@ class Code2WavDriver:
         seed: Seeds torch before the model is built.
 
     Raises:
-        BenchError: ``model`` is not a speech model directory.
+        Unavailable: ``model`` is not a speech model directory.
         SettingsError: ``block`` is wrong.
     """
 
@@ -188,7 +189,7 @@ class Code2WavDriver:
         """The stage's session: what is on, what was not applied, and the counters."""
         found = session_of(self.model)
         if found is None:
-            raise BenchError("the stage has no session: the plugin was registered after the host had built it")
+            raise RunError("the stage has no session: the plugin was registered after the host had built it")
         return found
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from omni_speech_accel.errors import BenchError
+from omni_speech_accel.errors import Unavailable, UsageError
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.settings import BLOCK
 
@@ -65,7 +65,7 @@ def _shipped(platform: str) -> StageProfile:
     root = host.host_info().location
     path = root / "deploy" / DEPLOY if root is not None else Path(DEPLOY)
     if not path.is_file():
-        raise BenchError(f"the installed host ships no deploy/{DEPLOY}")
+        raise Unavailable(f"the installed host ships no deploy/{DEPLOY}")
     deploy = yaml.safe_load(path.read_text(encoding="utf-8"))
     extra: dict[str, Any] = {}
     for connector in (deploy.get("connectors") or {}).values():
@@ -88,7 +88,8 @@ def stage_profile(platform: str, overrides: Mapping[str, Any] | None = None) -> 
     a small one keeps a run short, and says so in ``source``.
 
     Raises:
-        BenchError: The installed host ships no MiniCPM-o deploy YAML, or ``overrides`` holds a block of ours.
+        Unavailable: The installed host ships no MiniCPM-o deploy YAML.
+        UsageError: ``overrides`` holds a block of ours.
     """
     if platform == "cpu":
         profile = StageProfile(
@@ -100,7 +101,7 @@ def stage_profile(platform: str, overrides: Mapping[str, Any] | None = None) -> 
     if not overrides:
         return profile
     if BLOCK in overrides:
-        raise BenchError(f"{BLOCK} is no connector key here: the arms set it, stock has none")
+        raise UsageError(f"{BLOCK} is no connector key here: the arms set it, stock has none")
     named = ", ".join(f"{key}={value}" for key, value in overrides.items())
     return StageProfile(
         source=f"{profile.source}; {named}",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_speech_accel import __version__
-from omni_speech_accel.errors import BenchError
+from omni_speech_accel.errors import UsageError, UserError
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.check import Check
 from omni_speech_accel.measure.checks import CHECKS
@@ -109,14 +109,14 @@ def select_items(names: Sequence[str]) -> tuple[Patch, ...]:
     """The rows of ``names`` in table order; all rows where none is named.
 
     Raises:
-        BenchError: A name is not in the table.
+        UsageError: A name is not in the table.
     """
     known = [patch.key for patch in PATCHES]
     unknown = [name for name in names if name not in known]
     if unknown:
         close = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise BenchError(f"unknown item {unknown[0]}; {hint}the items are: {', '.join(known)}")
+        raise UsageError(f"unknown item {unknown[0]}; {hint}the items are: {', '.join(known)}")
     return tuple(patch for patch in PATCHES if not names or patch.key in names)
 
 
@@ -170,7 +170,7 @@ def _run(bench: Workbench, patch: Patch, check: Check, asked: bool) -> ItemResul
         return result(NOT_RUN, f"needs {' or '.join(patch.platforms)}: not run here ({bench.platform})")
     try:
         outcome = check.run(bench, patch.key)
-    except BenchError:
+    except UserError:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omni_speech_accel.environment import kill_switch_problem
+from omni_speech_accel.errors import UserError
 
 __all__ = [
     "BLOCK",
@@ -37,7 +38,7 @@ BLOCK = "omni_speech_accel"
 _WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 
-class SettingsError(ValueError):
+class SettingsError(UserError, ValueError):
     """A wrong ``omni_speech_accel`` block: the message names the key, its place and the nearest valid name."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from omni_speech_accel.errors import BenchError
+from omni_speech_accel.errors import Unavailable
 
 __all__ = [
     "REFERENCE_RATE",
@@ -193,7 +193,7 @@ def _soundfile() -> Any:
     try:
         import soundfile
     except ImportError as error:
-        raise BenchError("soundfile reads and writes the audio: pip install 'omni-speech-accel[bench]'") from error
+        raise Unavailable("soundfile reads and writes the audio: pip install 'omni-speech-accel[bench]'") from error
     return soundfile
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ import typer
 from typer.testing import CliRunner
 
 from omni_speech_accel.cli import app as cli
-from omni_speech_accel.cli import measure
+from omni_speech_accel.cli import measure, output
+from omni_speech_accel.errors import ReferenceMixup, RunError, Unavailable, UsageError
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.report_files import PLOT_HINT
+from omni_speech_accel.plugin.settings import SettingsError
 
 COMMAND = (sys.executable, "-m", "omni_speech_accel")
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +63,56 @@ def test_with_json_every_error_is_one_document_and_a_message_for_people(argument
     assert words in result.stderr
     without = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200", "VLLM_API_KEY": ""})
     assert (without.exit_code, without.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), 2),
+        (Unavailable("x"), 2),
+        (SettingsError("x"), 2),
+        (FileNotFoundError("x"), 2),
+        (ReferenceMixup("x"), 1),
+        (RunError("x"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_what_a_user_can_mend_is_exit_code_two_and_what_broke_is_one(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def run_verify(console: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(measure, "run_verify", run_verify)
+    result = CliRunner().invoke(cli.app, ["verify", "--json"])
+    assert result.exit_code == code
+    assert json.loads(result.stdout)["exit_code"] == code
+    assert result.stderr.startswith("error: ")
+
+
+def test_a_defect_keeps_its_traceback_and_is_a_document_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_verify(console: object, **options: object) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(measure, "run_verify", run_verify)
+    result = CliRunner().invoke(cli.app, ["verify", "--json"])
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert json.loads(result.stdout) == {"error": "ZeroDivisionError: of ours", "exit_code": 1}
+    assert CliRunner().invoke(cli.app, ["verify"]).stdout == ""
+
+
+CODES = {output.OK, output.FAILED, output.WRONG_INPUT, output.INTERRUPTED, output.READER_GONE}
+
+
+def test_the_readme_and_every_help_say_the_same_exit_codes() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("Exit codes of every command: ")[1].split(". ")[0]
+    assert {int(number) for number in re.findall(r"(?:^|; ?|;\n)(\d+) ", text)} == CODES
+    for name in ("status", "verify", "bench", "ab", "config", "transitions"):
+        shown = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "2000"}).stdout
+        said = re.search(r"Exit code: (.*)", shown)
+        assert said is not None
+        codes = {int(number) for number in re.findall(r"(?:^|; )(\d+) ", said[1])}
+        assert {0, 2, 130} <= codes <= CODES
 
 
 def test_a_report_that_cannot_be_saved_is_printed_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from omni_speech_accel.cli.tables import print_bench
-from omni_speech_accel.errors import BenchError, ReferenceMixup
+from omni_speech_accel.errors import ReferenceMixup, RunError, Unavailable, UsageError
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure import bench as runner
 from omni_speech_accel.measure import report_files as files
@@ -206,7 +206,7 @@ def test_a_baseline_with_items_on_is_no_baseline(
     platform: str, profile: StageProfile, small_checkpoint: Path, tmp_path: Path
 ) -> None:
     spoilt = replace(profile, extra={**profile.extra, "omni_speech_accel": {"speaker_device": False}})
-    with pytest.raises(BenchError, match="stock has no block, and these items are on all the same: sync_free_prompt"):
+    with pytest.raises(RunError, match="stock has no block, and these items are on all the same: sync_free_prompt"):
         run([Arm(STOCK), ITEM], small_checkpoint, spoilt, WORK, platform, tmp_path)
 
 
@@ -230,7 +230,7 @@ def test_a_mixed_up_reference_stops_the_bench(
 
 @pytest.mark.parametrize("wrong", [{"streams": 0}, {"chunks": 2}, {"repeats": 0}])
 def test_a_workload_that_measures_nothing_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(BenchError):
+    with pytest.raises(UsageError):
         Workload(**wrong)
 
 
@@ -256,7 +256,7 @@ def test_on_cpu_only_items_that_run_there_are_measured() -> None:
     ("item", "words"), [("s3_graph", "needs cuda or npu"), ("fish_omni_full_graph", "needs npu|no module|has no")]
 )
 def test_a_named_item_that_cannot_be_measured_is_an_error(item: str, words: str) -> None:
-    with pytest.raises(BenchError, match=words):
+    with pytest.raises(Unavailable, match=words):
         item_arms([item], "cpu")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from omni_speech_accel import environment
-from omni_speech_accel.errors import BenchError, ReferenceMixup
+from omni_speech_accel.errors import ReferenceMixup, Unavailable
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload, ready_platform, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.plugin.settings import SettingsError
@@ -52,7 +52,7 @@ def test_reference_rides_on_the_first_payload_only() -> None:
 
 
 def test_a_directory_that_is_no_model_is_named(tmp_path: Path, profile: StageProfile) -> None:
-    with pytest.raises(BenchError, match=r"lacks assets/HT_ref_audio\.wav"):
+    with pytest.raises(Unavailable, match=r"lacks assets/HT_ref_audio\.wav"):
         Code2WavDriver(tmp_path, profile)
 
 
@@ -63,13 +63,13 @@ def test_a_wrong_block_stops_the_build(small_checkpoint: Path, profile: StagePro
 
 def test_another_device_than_the_hosts_is_refused(platform: str) -> None:
     assert platform == "cpu"
-    with pytest.raises(BenchError, match="runs on cpu in this environment, not on cuda"):
+    with pytest.raises(Unavailable, match="runs on cpu in this environment, not on cuda"):
         ready_platform("cuda")
 
 
 def test_the_kill_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.KILL_SWITCH, "0")
-    with pytest.raises(BenchError, match=environment.KILL_SWITCH):
+    with pytest.raises(Unavailable, match=environment.KILL_SWITCH):
         ready_platform()
 
 

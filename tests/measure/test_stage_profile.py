@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from omni_speech_accel.errors import BenchError
+from omni_speech_accel.errors import Unavailable, UsageError
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure import stage_profile as module
 from omni_speech_accel.measure.stage_profile import stage_profile
@@ -40,7 +40,7 @@ def test_overrides_replace_extra_keys_and_are_named() -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_a_block_is_no_override_since_stock_would_have_it_too(platform: str) -> None:
-    with pytest.raises(BenchError, match="the arms set it, stock has none"):
+    with pytest.raises(UsageError, match="the arms set it, stock has none"):
         stage_profile(platform, {"omni_speech_accel": True})
 
 
@@ -51,5 +51,5 @@ def test_reference_length_is_the_stages() -> None:
 
 def test_a_host_without_the_deploy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DEPLOY", "no_such_model.yaml")
-    with pytest.raises(BenchError, match=r"no_such_model\.yaml"):
+    with pytest.raises(Unavailable, match=r"no_such_model\.yaml"):
         stage_profile("cuda")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni_speech_accel.errors import BenchError
+from omni_speech_accel.errors import UsageError
 from omni_speech_accel.measure import stream_check, verify
 from omni_speech_accel.measure.check import Check
 from omni_speech_accel.measure.checks import CHECKS
@@ -123,7 +123,7 @@ def test_an_item_that_does_not_fit_the_host_says_why(monkeypatch: pytest.MonkeyP
 
 
 def test_unknown_item_gets_the_nearest_name() -> None:
-    with pytest.raises(BenchError, match="unknown item speaker_devise; did you mean speaker_device"):
+    with pytest.raises(UsageError, match="unknown item speaker_devise; did you mean speaker_device"):
         select_items(["speaker_devise"])
 
 
