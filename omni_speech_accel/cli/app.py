@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from omni_speech_accel import __version__
+from omni_speech_accel.cli.compare_modes import compare_modes
 from omni_speech_accel.cli.config import config
 from omni_speech_accel.cli.measure import ab, bench, verify
 from omni_speech_accel.cli.output import (
@@ -58,7 +59,7 @@ def _root(
     del version
 
 
-for command in (status, verify, bench, ab, config, transitions):
+for command in (status, verify, bench, ab, config, transitions, compare_modes):
     app.command()(command)
 
 

@@ -34,7 +34,7 @@ from omni_speech_accel.synthetic.references import REFERENCE_RATE, Reference, di
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SCHEMA", "STOCK", "Arm", "ArmReport", "BenchReport", "Workload", "item_arms", "run"]
+__all__ = ["SCHEMA", "STOCK", "Arm", "ArmReport", "BenchReport", "Workload", "commit", "item_arms", "run"]
 
 SCHEMA = "omni_speech_accel.bench/1"
 STOCK = "stock"
@@ -174,7 +174,7 @@ def _command(arguments: Sequence[str]) -> str:
     return " ".join(["omni-speech-accel", *arguments])
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the package's own checkout; ``None`` where it is installed, not checked out."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
@@ -411,7 +411,7 @@ def run(
         version=__version__,
         host=str(info),
         engines=dict(info.engines),
-        commit=_commit(),
+        commit=commit(),
         platform=platform,
         device=_device_name(platform),
         torch=torch.__version__,

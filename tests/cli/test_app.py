@@ -28,7 +28,7 @@ from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.settings import parse_block
 from omni_speech_accel.plugin.table import PATCHES
 
-COMMANDS = ("status", "verify", "bench", "ab", "config", "transitions")
+COMMANDS = ("status", "verify", "bench", "ab", "config", "transitions", "compare-modes")
 
 
 def invoke(*arguments: str) -> Result:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tools/compare_modes.py` starts in place of ``vllm``: a program that notes how it was called and plays its part.
+"""What `compare-modes` starts in place of ``vllm``: a program that notes how it was called and plays its part.
 
 ``serve`` is the fake speech server on the port asked for. ``bench`` writes a result file in the client's form, from the
-numbers in ``$STUB_FOLDER/plan.json``: {"speed": {overlay stem: audio seconds a second}, "fail": {run: how}}.
+numbers in ``$STUB_FOLDER/plan.json``: {"speed": {overlay stem: audio seconds a second}, "fail": {run: how},
+"slow": {run: seconds}}.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 FOLDER = Path(os.environ["STUB_FOLDER"])
@@ -73,6 +75,7 @@ def bench() -> None:
         "mean_e2el_ms": 5000 / speed,
         "total_audio_duration_s": PLAN.get("audio", {}).get(overlay, 5.0) * requests,
     }
+    time.sleep(PLAN.get("slow", {}).get(f"{Path(value('--result-dir')).name}/{name}", 0))
     if failure == "exit":
         sys.exit(7)
     if failure != "no-result":
