@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from omni_speech_accel.host.source import verified_fingerprints
-from omni_speech_accel.plugin import settings
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +36,7 @@ def applies(patch: Patch, version: str) -> bool:
 
 def items_table() -> str:
     rows = ["| item | what it does | where | result against stock |", "|---|---|---|---|"]
-    rows += [f"| `{patch.key}` | {patch.summary} | {patch.stages} | {patch.parity} |" for patch in PATCHES]
+    rows += [f"| `{patch.key}` | {patch.summary} | {patch.where} | {patch.against_stock} |" for patch in PATCHES]
     return "\n".join(rows)
 
 
@@ -51,10 +50,9 @@ def hosts_table() -> str:
 
 
 def options_of(patch: Patch) -> str:
-    model = getattr(settings, patch.options)
     fields = [
         f"`{name}` (default {json.dumps(field.default)}): {field.description}"
-        for name, field in model.model_fields.items()
+        for name, field in patch.options.model_fields.items()
         if field.description
     ]
     return "; ".join(fields) or "none"
@@ -76,11 +74,12 @@ def items_page() -> str:
             patch.summary,
             "",
             f"- **Why**: {patch.why}",
-            f"- **Against stock**: {patch.parity}",
-            f"- **Acts in**: {patch.stages}; on {', '.join(patch.platforms)}; default {default}",
+            f"- **Against stock**: {patch.against_stock}",
+            f"- **Acts in**: {patch.where}; on {', '.join(patch.platforms)}; default {default}",
             f"- **Options**: {options_of(patch)}",
             f"- **Wraps**: {', '.join(hooks) or 'nothing; the deploy config is edited before it is used'}",
             f"- **May go**: {patch.retire}",
+            f"- **Upstream**: <{patch.upstream}>",
             "",
         ]
     return "\n".join(parts)

@@ -27,7 +27,8 @@ from omni_speech_accel.environment import killed
 from omni_speech_accel.items import fish_omni_full_graph
 from omni_speech_accel.items.fish_omni_full_graph import GraphReport
 from omni_speech_accel.plugin.fit import fit
-from omni_speech_accel.plugin.settings import BLOCK, FullGraphOptions, Settings, SettingsError, parse_block, resolve
+from omni_speech_accel.plugin.options import FullGraphOptions
+from omni_speech_accel.plugin.settings import BLOCK, Settings, SettingsError, parse_block, resolve
 from omni_speech_accel.plugin.table import patch_for
 
 __all__ = [

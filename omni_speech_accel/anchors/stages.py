@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import Any
 
 from omni_speech_accel.plugin.fit import unfit_items
@@ -15,7 +16,7 @@ from omni_speech_accel.plugin.session import (
     settings_from_vllm_config,
     use_session,
 )
-from omni_speech_accel.plugin.table import PATCHES
+from omni_speech_accel.plugin.table import PATCHES, STAGE_MODELS, StageModel
 
 logger = logging.getLogger("vllm.omni_speech_accel")
 
@@ -27,30 +28,25 @@ def device_type() -> str:
     return getattr(current_omni_platform, "device_type", "") or "cpu"
 
 
-_KINDS = {
-    "MiniCPMO45Code2Wav": "code2wav",
-    "StepAudio2Token2WavForConditionalGeneration": "token2wav",
-    "StepAudio2Token2WavCore": "token2wav",
-    "MiniCPMO45OmniTTSForConditionalGeneration": "talker",
-}
+_MODELS = {name: model for model in STAGE_MODELS for name in model.classes}
 
 
-def open_session(vllm_config: Any, model: object) -> StageSession:
-    """The session of the stage whose model ``vllm_config`` builds.
+def open_session(vllm_config: Any, model: object, row: StageModel | None = None) -> StageSession:
+    """The session of the stage whose model ``vllm_config`` builds. ``row``: which stage it is, else told by its class.
 
     Raises:
         SettingsError: A block in the deploy YAML is wrong; the stage must not start.
     """
     settings = settings_from_vllm_config(vllm_config)
-    name = next(cls.__name__ for cls in type(model).__mro__ if cls.__name__ in _KINDS)
-    kind = _KINDS[name]
+    name = next(cls.__name__ for cls in type(model).__mro__ if cls.__name__ in _MODELS)
+    row = row or _MODELS[name]
     stage = getattr(getattr(vllm_config, "model_config", None), "model_stage", None) or name
     try:
-        unfit = unfit_items(settings, kind, device_type())
+        unfit = unfit_items(settings, row, device_type())
     except Exception as error:
         logger.exception("omni_speech_accel: the host could not be judged; stage %s runs stock", stage)
         unfit = {patch.key: f"the host could not be judged: {error}" for patch in PATCHES}
-    return StageSession(settings, str(stage), unfit, kind)
+    return StageSession(settings, str(stage), unfit, row)
 
 
 def _vllm_config(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,6 +77,11 @@ def build_backend(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
     with use_session(session):
         result = wrapped(*args, **kwargs)
     if session is not None:
+        for patch in PATCHES:
+            if patch.idle and session.on(patch.key):
+                reason = getattr(import_module(patch.module), patch.idle)(instance.backend)
+                if reason:
+                    session.idle(patch.key, reason)
         session.announce()
     return result
 

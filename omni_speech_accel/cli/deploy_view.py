@@ -29,7 +29,8 @@ from omni_speech_accel.deploy.layering import (
 from omni_speech_accel.deploy.pipelines import host_pipelines, pipeline_of, pipeline_stages
 from omni_speech_accel.deploy.profiles import PROFILES, Profile
 from omni_speech_accel.host import source as host
-from omni_speech_accel.plugin.settings import ItemOptions, SettingsError, resolve
+from omni_speech_accel.plugin.options import ItemOptions
+from omni_speech_accel.plugin.settings import SettingsError, resolve
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
 __all__ = ["Asked", "DeployView", "read_deploy"]
@@ -83,10 +84,9 @@ class DeployView:
         return graphs.reason if graphs is not None and graphs.satisfied else ""
 
     @property
-    def family(self) -> str | None:
-        """The model family that the table's ``stages`` texts speak of, where the pipeline is one that it knows."""
-        profile = _profile(self.pipeline)
-        return profile.family if profile is not None else None
+    def profile(self) -> Profile | None:
+        """The model's profile, where the pipeline is one that the table knows."""
+        return _profile(self.pipeline)
 
     @property
     def refusal(self) -> str:
@@ -107,7 +107,7 @@ def _options(item: ItemOptions) -> dict[str, Any]:
 
 
 def _profile(pipeline: str | None) -> Profile | None:
-    return next((profile for profile in PROFILES if pipeline and profile.base == f"{pipeline}.yaml"), None)
+    return next((profile for profile in PROFILES if profile.pipeline == pipeline), None)
 
 
 def _acts_in(patch: Patch, profile: Profile | None, stages: Sequence[int]) -> Sequence[int]:

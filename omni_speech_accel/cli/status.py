@@ -22,6 +22,7 @@ from omni_speech_accel import __version__
 from omni_speech_accel.environment import KILL_SWITCH, kill_switch_problem, killed
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.fit import fit
+from omni_speech_accel.plugin.options import GraphOptions
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ def _environment_notes(platform: str, plugin: PluginStatus, graphs_asked: bool) 
 
 
 def _is_graph_item(patch: Patch) -> bool:
-    return patch.options == "GraphOptions" or patch.key == "cold_setup_precapture"
+    return patch.options is GraphOptions or patch.key == "cold_setup_precapture"
 
 
 def _item(patch: Patch, platform: str, view: DeployView | None) -> ItemStatus:
@@ -282,8 +283,8 @@ def _item(patch: Patch, platform: str, view: DeployView | None) -> ItemStatus:
     if view is not None and not reason:
         if view.pipeline is None:
             reason = NO_PIPELINE
-        elif view.family is None or view.family not in patch.stages:
-            reason = f"acts on {patch.stages}, which this pipeline has not"
+        elif view.profile is None or not view.profile.concerns(patch):
+            reason = f"acts on {patch.where}, which this pipeline has not"
         reason = reason or (view.obstacle(patch.key) if wanted else "")
     if view is None:
         state = NOT_APPLIED if reason else AVAILABLE
@@ -300,9 +301,9 @@ def _item(patch: Patch, platform: str, view: DeployView | None) -> ItemStatus:
         default=patch.default,
         explicit=asked is not None and wanted and asked.explicit,
         platforms=patch.platforms,
-        stages=patch.stages,
+        stages=patch.where,
         summary=patch.summary,
-        parity=patch.parity,
+        parity=patch.against_stock,
         options=dict(asked.options) if asked is not None else {},
     )
 

@@ -17,7 +17,6 @@ from omni_speech_accel.deploy.layering import ADDITIONAL, check_connectors, merg
 from omni_speech_accel.deploy.pipelines import pipeline_of
 from omni_speech_accel.deploy.profiles import PROFILES, Profile
 from omni_speech_accel.host import source as host
-from omni_speech_accel.plugin import settings
 from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError, parse_block
 from omni_speech_accel.plugin.table import PATCHES, Patch
@@ -35,7 +34,7 @@ def unavailable(profile: Profile) -> dict[str, str]:
         judged = fit(patch) if installed else None
         acts_in = profile.acts_in(patch)
         if acts_in is None:
-            found[patch.key] = f"it acts on {patch.stages}, which this model has not"
+            found[patch.key] = f"it acts on {patch.where}, which this model has not"
         elif stage not in (None, acts_in):
             found[patch.key] = f"it acts in stage {acts_in}, and this block stands at stage {stage}"
         elif judged is not None and not judged.applies:
@@ -70,7 +69,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def _check_pipeline(base: str, files: tuple[DeployFile, ...], profile: Profile, asked: bool) -> None:
     pipeline, _ = pipeline_of(files)
-    families = {known.base.removesuffix(".yaml"): known.family for known in PROFILES}
+    families = {known.pipeline: known.family for known in PROFILES}
     family = families.get(pipeline or "")
     if family == profile.family or pipeline is None or (family is None and asked):
         return
@@ -143,10 +142,9 @@ def _value(value: Any) -> str:
 
 
 def _options(patch: Patch) -> str:
-    model: type[settings.ItemOptions] = getattr(settings, patch.options)
     texts = [
         f"{name} (default {json.dumps(field.default)}): {field.description}"
-        for name, field in model.model_fields.items()
+        for name, field in patch.options.model_fields.items()
         if name != "enabled"
     ]
     return f"Options: {' '.join(texts)}" if texts else ""

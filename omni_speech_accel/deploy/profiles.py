@@ -7,10 +7,9 @@ neither can list an item that the table does not have.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from omni_speech_accel.plugin.table import PATCHES, Patch
+from omni_speech_accel.plugin.table import CODE2WAV, FISH_OMNI, PATCHES, TOKEN2WAV, Patch, StageModel
 
 __all__ = ["PROFILES", "Profile", "profile_for", "suggest_profile"]
 
@@ -22,9 +21,8 @@ _DEVICES = {"cuda": "NVIDIA GPUs", "npu": "Ascend NPUs", "cpu": "CPUs"}
 class Profile:
     """A model on a platform.
 
-    ``family`` is the model's name in the table's ``stages`` texts, ``base`` the
-    host's deploy file, ``stage`` the one where its items act (most of them, where
-    there are several), ``place`` the keys that lead to the block: a connector's
+    ``main`` is the stage where its items act (most of them, where there are
+    several), ``base`` the host's deploy file, ``place`` the keys that lead to the block: a connector's
     ``extra`` reaches every stage on that connector and stays out of the compile
     cache's hash; a stage's ``additional_config`` is for a deploy without connectors.
     ``devices`` are the platforms that an overlay is written for, where not all of ``platforms``.
@@ -32,14 +30,28 @@ class Profile:
 
     key: str
     model: str
-    family: str
+    main: StageModel
     base: str
     platforms: tuple[str, ...]
-    stage: int
     place: tuple[str | int, ...] = ("connectors", _SHM, "extra")
     place_note: str = ""
     notes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """The model family, as the table names it."""
+        return self.main.family
+
+    @property
+    def pipeline(self) -> str:
+        """The host's key of the model's pipeline."""
+        return self.main.pipeline
+
+    @property
+    def stage(self) -> int:
+        """The number of ``main``."""
+        return self.main.stage
 
     @property
     def title(self) -> str:
@@ -48,8 +60,11 @@ class Profile:
 
     def acts_in(self, patch: Patch) -> int | None:
         """The stage of this model in which an item acts, ``None`` where it is for another model."""
-        named = re.search(rf"{re.escape(self.family)} stage (\d+)", patch.stages)
-        return int(named[1]) if named else self.stage if self.family in patch.stages else None
+        return next((model.stage for model in patch.acts if model.pipeline == self.pipeline), None)
+
+    def concerns(self, patch: Patch) -> bool:
+        """Whether an item acts on this model at all."""
+        return self.acts_in(patch) is not None
 
     def stages(self) -> frozenset[int]:
         """The stages of this model in which an item acts."""
@@ -61,21 +76,20 @@ class Profile:
         return tuple(
             patch
             for patch in PATCHES
-            if self.family in patch.stages
+            if self.concerns(patch)
             and set(self.platforms) & set(patch.platforms)
             and stage in (None, self.acts_in(patch))
         )
 
 
 PROFILES: tuple[Profile, ...] = (
-    Profile("minicpmo_4_5_cuda", "MiniCPM-o 4.5", "MiniCPM-o", "minicpmo_4_5.yaml", ("cuda",), 2),
+    Profile("minicpmo_4_5_cuda", "MiniCPM-o 4.5", CODE2WAV, "minicpmo_4_5.yaml", ("cuda",)),
     Profile(
         "minicpmo_4_5_npu",
         "MiniCPM-o 4.5",
-        "MiniCPM-o",
+        CODE2WAV,
         "minicpmo_4_5.yaml",
         ("npu",),
-        2,
         place_note="The block stands in the connector's extra: on NPU the host's own "
         "platforms.npu.stages[2].additional_config replaces stages[2].additional_config, and a block there "
         "would be lost.",
@@ -83,20 +97,18 @@ PROFILES: tuple[Profile, ...] = (
     Profile(
         "step_audio_2",
         "Step-Audio 2",
-        "Step-Audio 2",
+        TOKEN2WAV,
         "step_audio_2.yaml",
         ("cuda", "npu"),
-        1,
         place=("stages", 1, "additional_config"),
         place_note="This deploy has no connectors, so the block stands at the Token2Wav stage.",
     ),
     Profile(
         "fish_omni_npu",
         "Fish Audio Drama 3 (fish_omni)",
-        "fish_omni",
+        FISH_OMNI,
         "fish_omni.yaml",
         ("npu",),
-        0,
         notes=(
             "vllm-omni 0.32.0rc1 refuses this deploy on NPU: its stage 0 asks for model runner v2. A host that serves "
             "fish_omni on NPU says so in its own fish_omni.yaml; `omni-speech-accel status --deploy-config` tells.",

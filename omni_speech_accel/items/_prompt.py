@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from omni_speech_accel.plugin.session import StageSession, attach
+from omni_speech_accel.plugin.session import Item, attach
 
 __all__ = ["S3_MAX_FRAMES", "is_device_speaker_model", "loads_now", "quantize_short", "takes_short_path"]
 
@@ -19,16 +19,16 @@ into overlapping windows by the library, which is left to it.
 """
 
 
-def loads_now(session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def loads_now(item: Item[Any], wrapped: Any, core: Any) -> bool:
     """Call ``_ensure_models_loaded``; true where this very call has loaded the models.
 
     The tokenizer is then bound to the core's session, so that its ``quantize`` knows whose settings hold.
     """
     loaded = core._models_loaded
-    wrapped(*args, **kwargs)
+    wrapped()
     if loaded or not core._models_loaded:
         return False
-    attach(core._audio_tokenizer, session)
+    attach(core._audio_tokenizer, item.session)
     return True
 
 

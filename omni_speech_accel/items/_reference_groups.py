@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from omni_speech_accel.runtime import accelerator_for
 
 __all__ = [
-    "argument",
     "attention_cache_bytes",
     "graph_per_batch_size",
     "halves",
@@ -38,7 +37,6 @@ __all__ = [
     "signature",
     "stack",
     "whole_solve_graphs",
-    "with_speakers",
 ]
 
 _ROWS = "_omni_speech_accel_rows"
@@ -51,11 +49,6 @@ FREE_MEMORY_SHARE = 0.5
 and for graph captures, whose failure disables graphs for the process."""
 
 _serial = itertools.count()
-
-
-def argument(name: str, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The argument ``name`` of a wrapped call, however the host passed it."""
-    return kwargs[name] if name in kwargs else args[position]
 
 
 def signature(features: Any) -> Hashable:
@@ -120,15 +113,6 @@ def _projected(backend: Any, features: Any) -> torch.Tensor:
         object.__setattr__(features, _PROJECTED, found)
     assert found is not None
     return found
-
-
-def with_speakers(
-    speakers: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a ``_decode_cfm`` call with other ``speakers``."""
-    if "speakers" in kwargs:
-        return args, {**kwargs, "speakers": speakers}
-    return (args[0], speakers, *args[2:]), kwargs
 
 
 def attention_cache_bytes(backend: Any, frames: int) -> tuple[int, int]:

@@ -36,18 +36,20 @@ import logging
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from omni_speech_accel.items import _reference_groups as groups
 from omni_speech_accel.items._prompt_encoder import PromptEncoder
-from omni_speech_accel.plugin.session import StageSession
-from omni_speech_accel.plugin.settings import ColdReferenceOptions
+from omni_speech_accel.plugin.options import ColdReferenceOptions
+from omni_speech_accel.plugin.session import Item
 
 KEY = "cold_reference_batch"
+
+Cold: TypeAlias = Item[ColdReferenceOptions]
 
 logger = logging.getLogger("vllm.omni_speech_accel")
 
@@ -89,56 +91,47 @@ class _Step:
             table.clear()
 
 
-def _step(session: StageSession) -> _Step:
-    return session.state(KEY, _Step)
+def _step(item: Cold) -> _Step:
+    return item.state(_Step)
 
 
-def _options(session: StageSession) -> ColdReferenceOptions:
-    options = session.options(KEY)
-    assert isinstance(options, ColdReferenceOptions)
-    return options
-
-
-def forward(session: StageSession, wrapped: Any, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def forward(item: Cold, wrapped: Any, stage: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Bound the life of what a step keeps, however the step ends: a reference's state is 0.4 GiB."""
     try:
         return wrapped(*args, **kwargs)
     finally:
-        forget(session)
+        forget(item)
 
 
-def forget(session: StageSession) -> None:
-    """Drop what the session's step keeps."""
-    _step(session).clear()
+def forget(item: Cold) -> None:
+    """Drop what the stage's step keeps."""
+    _step(item).clear()
 
 
-def warm(session: StageSession, backend: Any, features: Any, size: int) -> None:
+def warm(item: Cold, backend: Any, features: Any, size: int) -> None:
     """Solve one reference as a group of ``size``, for the graphs that this captures; nothing is kept.
 
     Raises:
         Refused: The host's whole-solve graphs turned the group down.
         Exception: What the host raised.
     """
-    _step(session).warming = True
+    _step(item).warming = True
     try:
         # By way of the host's setup_batch, which on NPU selects the attention backend.
         backend.setup_batch(groups.stack([features] * size), size)
     except _Warmed:
         pass
     finally:
-        forget(session)
+        forget(item)
 
 
-def iter_decode_batches(
-    session: StageSession, wrapped: Any, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterable[list[Any]]:
+def iter_decode_batches(item: Cold, wrapped: Any, stage: Any, /, buckets: Iterable[list[Any]]) -> Iterable[list[Any]]:
     """Note the step's cold references before the stage decodes its first bucket."""
-    buckets = [list(bucket) for bucket in groups.argument("buckets", 0, args, kwargs)]
-    return _with_plan(session, wrapped, stage, buckets)
+    return _with_plan(item, wrapped, stage, [list(bucket) for bucket in buckets])
 
 
-def _with_plan(session: StageSession, wrapped: Any, stage: Any, buckets: list[list[Any]]) -> Iterator[list[Any]]:
-    step = _step(session)
+def _with_plan(item: Cold, wrapped: Any, stage: Any, buckets: list[list[Any]]) -> Iterator[list[Any]]:
+    step = _step(item)
     step.clear()
     if stage.backend is not None:
         _plan(step, stage, buckets)
@@ -173,6 +166,13 @@ def _plan(step: _Step, stage: Any, buckets: list[list[Any]]) -> None:
             step.asking = False
 
 
+def policy_problem(backend: Any) -> str:
+    """Why the item has nothing to do on a backend of this execution policy, or ``""``."""
+    if backend is None or supported(backend):
+        return ""
+    return "this stage does not solve by the host's whole-solve graphs, where grouping is proven; references stay alone"
+
+
 def supported(backend: Any) -> bool:
     """Whether the host's execution policy is one whose solve of several references equals the solves of each."""
     if backend._trt_stepper is not None:
@@ -182,9 +182,9 @@ def supported(backend: Any) -> bool:
     return bool(groups.whole_solve_graphs(backend) and backend._ragged_fused_body and not backend.float16)
 
 
-def solve_together(session: StageSession, backend: Any, features: Any) -> int:
+def solve_together(item: Cold, backend: Any, features: Any) -> int:
     """How many references shaped like ``features`` one grouped solve may hold; 1: none but it."""
-    options = _options(session)
+    options = item.options
     frames = int(features.mels.shape[1])
     bucket = int(backend._cfm_graph_bucket_frames)
     graphs = getattr(backend, "_whole_euler_graph_wrapper", None)
@@ -209,28 +209,24 @@ def transient_bytes_per_reference(backend: Any, frames: int) -> int:
     return 2 * kept + 6 * step
 
 
-def create_initial_states(
-    session: StageSession, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Any]:
+def create_initial_states(item: Cold, wrapped: Any, backend: Any, /, features: Any, batch_size: int) -> list[Any]:
     """Initial states of a reference that the setup cache does not hold, solved with its companions of the step.
 
     Raises:
         Refused: ``features`` are stacked, and the host's whole-solve graphs turned the batch down.
     """
-    step = _step(session)
+    step = _step(item)
     if step.asking:
         raise _Cold
-    features = groups.argument("features", 0, args, kwargs)
     rows = groups.rows_of(features)
     if rows is not None:
         states = _make_states(step, wrapped, features, len(rows), encode=rows)
         if step.warming:
             raise _Warmed
         return states
-    batch_size = groups.argument("batch_size", 1, args, kwargs)
     key = features.cache_key
     if step.cold.get(key) is features:
-        _solve(session, wrapped, backend, features)
+        _solve(item, wrapped, backend, features)
     state = step.states.get(key)
     if state is None:
         encoded = (features,) * batch_size if key in step.encodings else ()
@@ -240,7 +236,7 @@ def create_initial_states(
     step.uses[key] -= 1
     if step.uses[key] <= 0:
         del step.states[key]
-    session.counters(KEY).inc("served")
+    item.counters.inc("served")
     # The host only ever reads an initial state, and 0.32 shares one among a reference's rows itself.
     return [state] * batch_size
 
@@ -257,14 +253,14 @@ def _make_states(
     return states
 
 
-def _solve(session: StageSession, wrapped: Any, backend: Any, first: Any) -> None:
+def _solve(item: Cold, wrapped: Any, backend: Any, first: Any) -> None:
     """Solve ``first`` and its companions; they leave ``cold`` either way, and enter ``states`` on success."""
-    step, counters = _step(session), session.counters(KEY)
+    step, counters = _step(item), item.counters
     shape = groups.signature(first)
     alike = [features for features in step.cold.values() if groups.signature(features) == shape]
     members = alike[alike.index(first) :]
     if len(members) > 1:
-        members = members[: solve_together(session, backend, first)]
+        members = members[: solve_together(item, backend, first)]
     if groups.graph_per_batch_size(backend):
         members = members[: groups.largest_power_of_two(len(members))]
     while len(members) > 1:
@@ -294,19 +290,13 @@ def _solve(session: StageSession, wrapped: Any, backend: Any, first: Any) -> Non
         step.cold.pop(features.cache_key, None)
 
 
-def encode_chunk(
-    session: StageSession, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def encode_chunk(item: Cold, wrapped: Any, backend: Any, /, tokens: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
     """Encode the references of a group one row at a time, and each of them once in a step."""
-    step = _step(session)
+    step = _step(item)
     if not step.solving:
-        return wrapped(*args, **kwargs)
-    tokens, *rest = args
+        return wrapped(tokens, *rest, **kwargs)
     missing = [row for row, features in enumerate(step.solving) if features.cache_key not in step.encodings]
-    encoder = session.state(
-        f"{KEY}.encoder",
-        lambda: PromptEncoder(tokens.device, session.counters(KEY), _options(session).encoder_graphs),
-    )
+    encoder = item.state(lambda: PromptEncoder(tokens.device, item.counters, item.options.encoder_graphs), "encoder")
     encoded = encoder.encode(
         backend, lambda row: wrapped(row, *rest, **kwargs), [tokens[row : row + 1] for row in missing]
     )
@@ -316,18 +306,17 @@ def encode_chunk(
     return torch.cat(hidden), torch.cat(convolution), torch.cat(attention, dim=1)
 
 
-def decode_cfm(session: StageSession, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def decode_cfm(
+    item: Cold, wrapped: Any, backend: Any, /, mu: torch.Tensor, speakers: torch.Tensor, *rest: Any, **kwargs: Any
+) -> Any:
     """Solve a group as one batch, with each reference's own speaker projection, or not at all."""
-    members = _step(session).solving
+    members = _step(item).solving
     if len(members) < 2:
-        return wrapped(*args, **kwargs)
+        return wrapped(mu, speakers, *rest, **kwargs)
     speakers = groups.project_speakers(backend, members)
-    args, kwargs = groups.with_speakers(speakers, args, kwargs)
     graphs = getattr(backend, "_whole_euler_graph_wrapper", None)
-    if graphs is None:
-        return wrapped(*args, **kwargs)
-    with _refusal_raises(graphs):
-        return wrapped(*args, **kwargs)
+    with nullcontext() if graphs is None else _refusal_raises(graphs):
+        return wrapped(mu, speakers, *rest, **kwargs)
 
 
 @contextmanager

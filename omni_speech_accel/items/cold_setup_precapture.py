@@ -26,42 +26,42 @@ import torch
 
 from omni_speech_accel.items import _reference_groups as groups
 from omni_speech_accel.items import cold_reference_batch
-from omni_speech_accel.plugin.session import StageSession
+from omni_speech_accel.plugin.options import ItemOptions
+from omni_speech_accel.plugin.session import Item
 
 KEY = "cold_setup_precapture"
 
 logger = logging.getLogger("vllm.omni_speech_accel")
 
 
-def precapture_whole_euler(
-    session: StageSession, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:
+def precapture_whole_euler(item: Item[ItemOptions], wrapped: Any, backend: Any, /, features: Any) -> int:
     """The host's precapture, then the setup graphs; returns how many graphs both captured."""
-    captured: int = wrapped(*args, **kwargs)
+    captured: int = wrapped(features)
     try:
-        return captured + _capture(session, backend, groups.argument("features", 0, args, kwargs))
+        return captured + _capture(item, backend, features)
     except Exception:
         if getattr(backend._whole_euler_graph_wrapper, "_failed", False):
             raise  # The host ends the start-up on such a failure, since no graph can be captured after it.
         logger.warning("omni_speech_accel: setup precapture failed; its graphs are captured lazily", exc_info=True)
-        session.counters(KEY).inc("failures")
+        item.counters.inc("failures")
         return captured
 
 
-def _capture(session: StageSession, backend: Any, features: Any) -> int:
+def _capture(item: Item[ItemOptions], backend: Any, features: Any) -> int:
     graphs = backend._whole_euler_graph_wrapper
     if not cold_reference_batch.supported(backend) or graphs.att_slots:
         return 0
-    grouped = session.on(cold_reference_batch.KEY)
-    limit = cold_reference_batch.solve_together(session, backend, features) if grouped else 1
+    session = item.session
+    cold = session.item(cold_reference_batch.KEY) if session.on(cold_reference_batch.KEY) else None
+    limit = cold_reference_batch.solve_together(cold, backend, features) if cold is not None else 1
     before = graphs.stats_snapshot()["captures"]
     for size in graphs._graph_batches():
         if size > limit or graphs.stats_snapshot()["cache_size"] >= graphs.max_graphs:
             break
         try:
             with torch.inference_mode():
-                if grouped:
-                    cold_reference_batch.warm(session, backend, features, size)
+                if cold is not None:
+                    cold_reference_batch.warm(cold, backend, features, size)
                 else:
                     backend.setup_batch(features, 1)
         except cold_reference_batch.Refused:
@@ -69,5 +69,5 @@ def _capture(session: StageSession, backend: Any, features: Any) -> int:
         if not groups.whole_solve_graphs(backend):
             break  # A failed capture has disabled the host's graphs, as it would while serving.
     captured: int = graphs.stats_snapshot()["captures"] - before
-    session.counters(KEY).inc("captures", captured)
+    item.counters.inc("captures", captured)
     return captured

@@ -32,18 +32,20 @@ import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from omni_speech_accel.items import _reference_groups as groups
-from omni_speech_accel.plugin.session import StageSession
-from omni_speech_accel.plugin.settings import CrossReferenceOptions
+from omni_speech_accel.plugin.options import CrossReferenceOptions
+from omni_speech_accel.plugin.session import Item
 from omni_speech_accel.plugin.table import CODE2WAV_MODULE
 
 KEY = "cross_reference_decode"
 BATCH_ERROR = "MiniCPMO45Code2WavBatchError "
 """How the stage recognises an error that is ready for the client (``_batch_error`` in its module)."""
+
+Crossing: TypeAlias = Item[CrossReferenceOptions]
 
 logger = logging.getLogger("vllm.omni_speech_accel")
 
@@ -69,29 +71,27 @@ class _Candidate:
     broken: bool = False
 
 
-def _step(session: StageSession) -> _Step:
-    return session.state(KEY, _Step)
+def _step(item: Crossing) -> _Step:
+    return item.state(_Step)
 
 
 def iter_decode_batches(
-    session: StageSession, wrapped: Any, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    item: Crossing, wrapped: Any, stage: Any, /, buckets: Iterable[list[Any]]
 ) -> Iterable[list[Any]]:
     """Join the stage's buckets over references."""
-    batches = wrapped(*args, **kwargs)
+    batches = wrapped(buckets)
     if stage.backend is None or bool(getattr(stage, "_initial_batch_size", 0)):
         # code2wav_initial_batch_size cuts a reference's first chunks into waves of a size that the operator chose.
         return batches  # type: ignore[no-any-return]
-    return _joined(session, stage, batches)
+    return _joined(item, stage, batches)
 
 
-def _joined(session: StageSession, stage: Any, batches: Iterable[list[Any]]) -> Iterator[list[Any]]:
+def _joined(item: Crossing, stage: Any, batches: Iterable[list[Any]]) -> Iterator[list[Any]]:
     batches = [list(items) for items in batches]
     if len(batches) < 2:
         yield from batches
         return
-    step, counters = _step(session), session.counters(KEY)
-    options = session.options(KEY)
-    assert isinstance(options, CrossReferenceOptions)
+    step, counters = _step(item), item.counters
     candidates = [_candidate(stage, items) for items in batches]
     if any(candidate.broken for candidate in candidates):
         # The step will fail; in the host's own order it fails with the first of its errors.
@@ -101,7 +101,7 @@ def _joined(session: StageSession, stage: Any, batches: Iterable[list[Any]]) -> 
     for index, candidate in enumerate(candidates):
         together.setdefault(("alone", index) if candidate.key is None else candidate.key, []).append(candidate)
     for group in together.values():
-        for part in _bounded(stage.backend, options, group):
+        for part in _bounded(stage.backend, item.options, group):
             rows = _with_states(stage, part) if len(part) > 1 else None
             if rows is None:
                 yield from (candidate.items for candidate in part)
@@ -245,46 +245,40 @@ def _with_states(stage: Any, part: list[_Candidate]) -> list[Any] | None:
     return rows
 
 
-def prepare_prompt(
-    session: StageSession, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def prepare_prompt(item: Crossing, wrapped: Any, backend: Any, /, prompt_cache_id: str, prompt_wav: str) -> Any:
     """The stacked features of the joined bucket that the stage has just been handed; the host's own otherwise."""
-    step = _step(session)
+    step = _step(item)
     offer, step.offer = step.offer, None
-    key = (groups.argument("prompt_cache_id", 0, args, kwargs), groups.argument("prompt_wav", 1, args, kwargs))
-    if offer is None or offer[0] != key:
-        return wrapped(*args, **kwargs)
+    if offer is None or offer[0] != (prompt_cache_id, prompt_wav):
+        return wrapped(prompt_cache_id, prompt_wav)
     return offer[1]
 
 
 def decode_batch(
-    session: StageSession, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    item: Crossing,
+    wrapped: Any,
+    backend: Any,
+    /,
+    tokens: torch.Tensor,
+    features: Any,
+    states: list[Any],
+    **options: Any,
 ) -> Any:
     """Decode a joined bucket; where that fails, decode it as the host's own batches.
 
     Raises:
         RuntimeError: A bucket of the host fails by itself: its error, as the stage words it for that bucket.
     """
-    features = groups.argument("features", 1, args, kwargs)
     references = groups.rows_of(features)
     if references is None:
-        return wrapped(*args, **kwargs)
-    call = _JoinedCall(
-        session,
-        wrapped,
-        backend,
-        tokens=groups.argument("tokens", 0, args, kwargs),
-        references=references,
-        states=groups.argument("states", 2, args, kwargs),
-        options={key: value for key, value in kwargs.items() if key not in ("tokens", "features", "states")},
-        requests=groups.requests_of(features),
-    )
+        return wrapped(tokens, features, states, **options)
+    call = _JoinedCall(item, wrapped, backend, tokens, references, states, options, groups.requests_of(features))
     return call.run(features, range(len(references)))
 
 
 @dataclass
 class _JoinedCall:
-    session: StageSession
+    item: Crossing
     wrapped: Any
     backend: Any
     tokens: torch.Tensor
@@ -302,7 +296,7 @@ class _JoinedCall:
             if groups.replays(self.backend) != mark:
                 raise
             failure = error
-        self.session.counters(KEY).inc("failures")
+        self.item.counters.inc("failures")
         logger.warning(
             "omni_speech_accel: %d rows of different references failed as one batch (%s: %s); decoding them apart",
             len(rows),
@@ -321,7 +315,7 @@ class _JoinedCall:
         ]
 
     def _decode(self, features: Any, rows: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        step = _step(self.session)
+        step = _step(self.item)
         tokens = self.tokens if len(rows) == len(self.references) else self.tokens[rows[0] : rows[-1] + 1]
         step.decoding = groups.rows_of(features)
         try:
@@ -357,10 +351,11 @@ class _JoinedCall:
             ) from error
 
 
-def decode_cfm(session: StageSession, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def decode_cfm(
+    item: Crossing, wrapped: Any, backend: Any, /, mu: torch.Tensor, speakers: torch.Tensor, *rest: Any, **kwargs: Any
+) -> Any:
     """Give a joined solve the speakers as each reference alone projects them."""
-    references = _step(session).decoding
-    if references is None:
-        return wrapped(*args, **kwargs)
-    args, kwargs = groups.with_speakers(groups.project_speakers(backend, references), args, kwargs)
-    return wrapped(*args, **kwargs)
+    references = _step(item).decoding
+    if references is not None:
+        speakers = groups.project_speakers(backend, references)
+    return wrapped(mu, speakers, *rest, **kwargs)

@@ -32,7 +32,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from omni_speech_accel.deploy.files import DeployFile
-from omni_speech_accel.plugin.settings import FullGraphOptions
+from omni_speech_accel.plugin.options import FullGraphOptions
 
 __all__ = ["KEY", "MODE", "PIPELINE", "PLATFORM", "STAGE", "GraphReport", "capture_sizes", "default_sizes", "plan"]
 

@@ -17,45 +17,37 @@ import torch
 
 from omni_speech_accel import runtime
 from omni_speech_accel.items._prompt import loads_now, quantize_short, takes_short_path
-from omni_speech_accel.plugin.session import StageSession
-from omni_speech_accel.plugin.settings import GraphOptions
+from omni_speech_accel.plugin.options import GraphOptions
+from omni_speech_accel.plugin.session import Item
 
 __all__ = ["ensure_models_loaded", "quantize"]
 
 KEY = "s3_graph"
 
 
-def ensure_models_loaded(
-    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def ensure_models_loaded(item: Item[GraphOptions], wrapped: Any, core: Any, /) -> None:
     """Bind the tokenizer to the core's session; keep the rotary table on the device, since a capture may not copy it
     there from pageable memory."""
-    if loads_now(session, wrapped, core, args, kwargs):
+    if loads_now(item, wrapped, core):
         encoder = core._audio_tokenizer.encoder
         encoder.freqs_cis = encoder.freqs_cis.to(core.device)
 
 
-def _graphs(session: StageSession, device: torch.device) -> runtime.GraphCache:
-    options = session.options(KEY)
-    assert isinstance(options, GraphOptions)
+def _graphs(item: Item[GraphOptions], device: torch.device) -> runtime.GraphCache:
     return runtime.GraphCache(
-        "S3 quantize", runtime.accelerator_for(device), device, options.max_graphs, session.counters(KEY)
+        "S3 quantize", runtime.accelerator_for(device), device, item.options.max_graphs, item.counters
     )
 
 
-def quantize(session: StageSession, wrapped: Any, tokenizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``quantize(mel [B, 128, T], mel_len [B])`` replayed from the graph of ``T`` frames where there is one."""
-    return _replay_or_call(session, wrapped, tokenizer, *args, **kwargs)
-
-
-def _replay_or_call(
-    session: StageSession, wrapped: Any, tokenizer: Any, mel: torch.Tensor, mel_len: torch.Tensor
+def quantize(
+    item: Item[GraphOptions], wrapped: Any, tokenizer: Any, /, mel: torch.Tensor, mel_len: torch.Tensor
 ) -> Any:
+    """``quantize(mel [B, 128, T], mel_len [B])`` replayed from the graph of ``T`` frames where there is one."""
     if not takes_short_path(mel):
-        session.counters(KEY).inc("long")
+        item.counters.inc("long")
         return wrapped(mel, mel_len)
     if mel_len.device != mel.device:
         return wrapped(mel, mel_len)  # the library takes lengths from anywhere, a graph does not
     # By device: a call that the library refuses must not bind the stage's graphs to the wrong one.
-    graphs = session.state(f"{KEY} {mel.device}", partial(_graphs, session, mel.device))
+    graphs = item.state(partial(_graphs, item, mel.device), str(mel.device))
     return graphs.run(mel.shape[-1], partial(quantize_short, tokenizer), mel, mel_len)

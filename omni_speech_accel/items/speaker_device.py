@@ -14,8 +14,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from omni_speech_accel.items._prompt import loads_now
-from omni_speech_accel.plugin.session import StageSession
+from omni_speech_accel.plugin.options import ItemOptions
+from omni_speech_accel.plugin.session import Item
 
 __all__ = [
     "enable_device_spk_embedding",
@@ -39,7 +42,7 @@ def _is_ours(model: Any) -> bool:
     return isinstance(model, Campplus)
 
 
-def _load(session: StageSession, core: Any) -> Any | None:
+def _load(item: Item[ItemOptions], core: Any) -> Any | None:
     """Our CAM++ on the core's device, or ``None`` with the item rejected for this stage."""
     from omni_speech_accel.campplus.model import load_campplus
 
@@ -48,60 +51,52 @@ def _load(session: StageSession, core: Any) -> Any | None:
         return load_campplus(onnx_path, core.device)
     except Exception as error:
         # Whatever keeps our model from standing (format, parity, memory), stock's own session serves the stage.
-        session.reject(KEY, f"{type(error).__name__}: {error}")
+        item.reject(f"{type(error).__name__}: {error}")
         return None
 
 
-def ensure_models_loaded(
-    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def ensure_models_loaded(item: Item[ItemOptions], wrapped: Any, core: Any, /) -> None:
     """Put our CAM++ in place of stock's CPU session once the models are loaded."""
-    if not loads_now(session, wrapped, core, args, kwargs):
+    if not loads_now(item, wrapped, core):
         return
     if _is_ours(core._spk_model):
         return
     if not _is_cpu_session(core._spk_model):
-        session.reject(KEY, f"the host's own {type(core._spk_model).__name__} is used")
+        item.reject(f"the host's own {type(core._spk_model).__name__} is used")
         return
-    model = _load(session, core)
+    model = _load(item, core)
     if model is not None:
         core._spk_model = model
 
 
-def forward_spk_embedding(
-    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def forward_spk_embedding(item: Item[ItemOptions], wrapped: Any, core: Any, /, spk_feat: torch.Tensor) -> Any:
     """Count the embeddings that stock's method has our model make. Where ``speaker_graph`` replays, that one counts."""
     if _is_ours(core.spk_model):
-        session.counters(KEY).inc("calls")
-    return wrapped(*args, **kwargs)
+        item.counters.inc("calls")
+    return wrapped(spk_feat)
 
 
-def enable_trt_spk_embedding(
-    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def enable_trt_spk_embedding(item: Item[ItemOptions], wrapped: Any, core: Any, /, **kwargs: Any) -> None:
     """Stock's TensorRT switch, also for callers that pass a later host's ``cpu_reference``.
 
     ``cpu_reference`` tells those hosts to keep a CPU session beside the engine for comparison; a host without the
     parameter has none to keep.
     """
-    wrapped(*args, **_known(wrapped, kwargs, "cpu_reference"))
+    wrapped(**_known(wrapped, kwargs, "cpu_reference"))
 
 
-def enable_device_spk_embedding(
-    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def enable_device_spk_embedding(item: Item[ItemOptions], wrapped: Any, core: Any, /, **kwargs: Any) -> None:
     """Stock's device switch, also for callers that pass a later host's ``use_trt``.
 
     ``use_trt=False`` on CUDA asks for a torch model instead of TensorRT: that is our CAM++.
     """
     use_trt = kwargs.get("use_trt", True)
     if not use_trt and core.device.type == "cuda":
-        model = _load(session, core)
+        model = _load(item, core)
         if model is not None:
             core._spk_model = model
             return
-    wrapped(*args, **_known(wrapped, kwargs, "use_trt"))
+    wrapped(**_known(wrapped, kwargs, "use_trt"))
 
 
 def _known(wrapped: Any, kwargs: dict[str, Any], name: str) -> dict[str, Any]:

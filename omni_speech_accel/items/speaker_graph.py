@@ -18,34 +18,24 @@ import torch
 
 from omni_speech_accel import runtime
 from omni_speech_accel.items._prompt import is_device_speaker_model
-from omni_speech_accel.plugin.session import StageSession
-from omni_speech_accel.plugin.settings import GraphOptions
+from omni_speech_accel.plugin.options import GraphOptions
+from omni_speech_accel.plugin.session import Item
 
 __all__ = ["forward_spk_embedding"]
 
 KEY = "speaker_graph"
 
 
-def _graphs(session: StageSession, device: torch.device) -> runtime.GraphCache:
-    options = session.options(KEY)
-    assert isinstance(options, GraphOptions)
-    return runtime.GraphCache(
-        "CAM++", runtime.accelerator_for(device), device, options.max_graphs, session.counters(KEY)
-    )
+def _graphs(item: Item[GraphOptions], device: torch.device) -> runtime.GraphCache:
+    return runtime.GraphCache("CAM++", runtime.accelerator_for(device), device, item.options.max_graphs, item.counters)
 
 
-def forward_spk_embedding(
-    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def forward_spk_embedding(item: Item[GraphOptions], wrapped: Any, core: Any, /, spk_feat: torch.Tensor) -> Any:
     """``_forward_spk_embedding(spk_feat [T, 80]) -> [1, 192]``, replayed where the model is a torch CAM++."""
     model = core.spk_model
     if not is_device_speaker_model(model) or hasattr(model, "_graphs"):
         # An onnxruntime or TensorRT session, or a host whose CAM++ replays graphs of its own.
-        return wrapped(*args, **kwargs)
-    return _replay(session, core, model, *args, **kwargs)
-
-
-def _replay(session: StageSession, core: Any, model: Any, spk_feat: torch.Tensor) -> Any:
+        return wrapped(spk_feat)
     features = runtime.upload(spk_feat, core.device)
-    graphs = session.state(KEY, partial(_graphs, session, features.device))
+    graphs = item.state(partial(_graphs, item, features.device))
     return graphs.run(features.shape[0], model, features)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from omni_speech_accel import runtime
-from omni_speech_accel.plugin.session import StageSession
+from omni_speech_accel.plugin.options import ItemOptions
+from omni_speech_accel.plugin.session import Item
 
 __all__ = ["forward_spk_embedding"]
 
@@ -26,16 +27,10 @@ def _stream(device: torch.device) -> runtime.PrivateStream:
     return runtime.PrivateStream(runtime.accelerator_for(device), device)
 
 
-def forward_spk_embedding(
-    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def forward_spk_embedding(item: Item[ItemOptions], wrapped: Any, core: Any, /, spk_feat: torch.Tensor) -> Any:
     """``_forward_spk_embedding(spk_feat [T, 80]) -> [1, 192]`` on the stage's private stream."""
-    session.counters(KEY).inc("calls")
-    return _run(session, wrapped, core, *args, **kwargs)
-
-
-def _run(session: StageSession, wrapped: Any, core: Any, spk_feat: torch.Tensor) -> Any:
-    stream = session.state(KEY, partial(_stream, torch.device(core.device)))
+    item.counters.inc("calls")
+    stream = item.state(partial(_stream, torch.device(core.device)))
     if spk_feat.device.type == "cpu":
         # Uploaded inside, on the private stream: a host feature has no order with the caller's stream, and an
         # onnxruntime session wants it on the host.

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from omni_speech_accel import runtime
-from omni_speech_accel.plugin.session import StageSession
+from omni_speech_accel.plugin.options import ItemOptions
+from omni_speech_accel.plugin.session import Item
 
 __all__ = ["StopIndexCache", "censor_stop_logits"]
 
@@ -60,15 +61,10 @@ class StopIndexCache:
 
 
 def censor_stop_logits(
-    session: StageSession, wrapped: Any, instance: None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Stock's ``_censor_stop_logits`` with the index taken from the stage's cache."""
-    return _censor(session, wrapped, *args, **kwargs)
-
-
-def _censor(
-    session: StageSession,
+    item: Item[ItemOptions],
     wrapped: Any,
+    instance: None,
+    /,
     logits: torch.Tensor,
     state: Any,
     min_tokens: torch.Tensor,
@@ -76,8 +72,8 @@ def _censor(
     stop_ids: tuple[int, ...],
     eos_window_masked: bool,
 ) -> Any:
-    counters = session.counters(KEY)
-    cache = session.state(KEY, StopIndexCache)
+    """Stock's ``_censor_stop_logits`` with the index taken from the stage's cache."""
+    counters, cache = item.counters, item.state(StopIndexCache)
     index = cache.find(stop_ids, logits.device)
     counters.inc("misses" if index is None else "hits")
     if index is None and not runtime.accelerator_for(logits.device).is_capturing(logits.device):

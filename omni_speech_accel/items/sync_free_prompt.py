@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from omni_speech_accel import runtime
 from omni_speech_accel.items._prompt import loads_now, quantize_short, takes_short_path
-from omni_speech_accel.plugin.session import StageSession
+from omni_speech_accel.plugin.options import ItemOptions
+from omni_speech_accel.plugin.session import Item
 
 __all__ = ["AsyncUploads", "ensure_models_loaded", "prepare_prompt", "quantize"]
 
@@ -58,39 +59,30 @@ class AsyncUploads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def ensure_models_loaded(
-    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def ensure_models_loaded(item: Item[ItemOptions], wrapped: Any, core: Any, /) -> None:
     """Move the encoder's rotary table to the device once; its forward then finds it there."""
-    if loads_now(session, wrapped, core, args, kwargs):
+    if loads_now(item, wrapped, core):
         encoder = core._audio_tokenizer.encoder
         encoder.freqs_cis = encoder.freqs_cis.to(core.device)
 
 
-def prepare_prompt(
-    session: StageSession, wrapped: Any, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def prepare_prompt(item: Item[ItemOptions], wrapped: Any, core: Any, /, prompt_wav: str) -> Any:
     """Stock's ``_prepare_prompt(prompt_wav)`` with asynchronous uploads. Returns what stock returns."""
-    session.counters(KEY).inc("calls")
+    item.counters.inc("calls")
     device = torch.device(core.device)
     if device.type == "cpu":
-        return wrapped(*args, **kwargs)
+        return wrapped(prompt_wav)
     with AsyncUploads(device):
-        return wrapped(*args, **kwargs)
+        return wrapped(prompt_wav)
 
 
 def quantize(
-    session: StageSession, wrapped: Any, tokenizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    item: Item[ItemOptions], wrapped: Any, tokenizer: Any, /, mel: torch.Tensor, mel_len: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``quantize(mel, mel_len)``: the one-window branch by shape, stock's own code for longer audio."""
-    mel, mel_len = _arguments(*args, **kwargs)
     if not takes_short_path(mel):
-        session.counters(KEY).inc("long")
-        result: tuple[torch.Tensor, torch.Tensor] = wrapped(*args, **kwargs)
+        item.counters.inc("long")
+        result: tuple[torch.Tensor, torch.Tensor] = wrapped(mel, mel_len)
         return result
-    session.counters(KEY).inc("short")
+    item.counters.inc("short")
     return quantize_short(tokenizer, mel, mel_len)
-
-
-def _arguments(mel: torch.Tensor, mel_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return mel, mel_len

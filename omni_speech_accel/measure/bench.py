@@ -158,7 +158,7 @@ def item_arms(items: Sequence[str], platform: str) -> list[Arm]:
         if not reason and platform not in patch.platforms:
             reason = f"needs {' or '.join(patch.platforms)}"
         if not reason and not check.phases:
-            reason = f"acts on {patch.stages}, which this bench does not drive"
+            reason = f"acts on {patch.where}, which this bench does not drive"
         if reason and items:
             raise Unavailable(f"{patch.key} cannot be measured here: {reason}")
         if reason:

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from omni_speech_accel.tolerance import EXACT, Tolerance
 
 if TYPE_CHECKING:
     from omni_speech_accel.measure.driver import Code2WavDriver
@@ -22,7 +20,6 @@ class Check:
 
     Args:
         run: Makes the comparison on a workbench.
-        tolerances: By the name of what is compared; everything else must be bit-exact.
         beside: Items that are on in both arms, since this one acts on what they put there.
         phases: The bench phases that the item can change; empty where the speech stage's work does not show it.
         acted: Names of counter events of which one must be above zero, or the item did nothing; empty: any event.
@@ -30,15 +27,10 @@ class Check:
     """
 
     run: Callable[[Workbench, str], Outcome]
-    tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     acted: tuple[str, ...] = ()
     idle: Callable[[Code2WavDriver], str] = lambda driver: ""
-
-    def tolerance(self, what: str) -> Tolerance:
-        """The tolerance of what is compared."""
-        return self.tolerances.get(what, EXACT)
 
 
 def block_of(*items: str) -> dict[str, bool]:

@@ -9,6 +9,7 @@ from omni_speech_accel.measure.check import Check, block_of
 from omni_speech_accel.measure.compare import Difference, compare
 from omni_speech_accel.measure.driver import PromptDriver
 from omni_speech_accel.measure.workbench import Outcome, Workbench, acted, refusal
+from omni_speech_accel.plugin.table import patch_for
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,9 @@ def check_prompt_features(bench: Workbench, item: str, check: Check) -> Outcome:
             for name, features in found.items():
                 label = f"{name}, again" if number else name
                 differences += [
-                    compare(f"{label}: {what}", expected[name][what], value, check.tolerance(what))
+                    compare(
+                        f"{label}: {what}", expected[name][what], value, patch_for(item).tolerance(what, bench.platform)
+                    )
                     for what, value in features.items()
                 ]
         refused, native = refusal(session, item)

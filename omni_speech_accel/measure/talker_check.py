@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from omni_speech_accel.measure.check import Check, block_of
 from omni_speech_accel.measure.compare import Difference, compare
 from omni_speech_accel.measure.workbench import Outcome, Workbench, acted, refusal
+from omni_speech_accel.plugin.table import patch_for
 
 __all__ = ["check_stop_censoring"]
 
@@ -46,7 +47,9 @@ def check_stop_censoring(bench: Workbench, item: str, check: Check) -> Outcome:
                                     )
                                 )
                     name = f"step {step}, {len(stop_ids)} stop ids{', turn end' if masked else ''}: logits"
-                    differences.append(compare(name, results[0], results[1], check.tolerance("logits")))
+                    differences.append(
+                        compare(name, results[0], results[1], patch_for(item).tolerance("logits", bench.platform))
+                    )
     refused, native = refusal(session, item)
     counters = session.snapshot().get(item, {})
     return Outcome(tuple(differences), refused, native, acted(counters, check.acted), counters=counters)

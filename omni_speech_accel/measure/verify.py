@@ -153,7 +153,7 @@ def _run(bench: Workbench, patch: Patch, check: Check, asked: bool) -> ItemResul
             item=patch.key,
             status=status,
             reason=reason,
-            parity=patch.parity,
+            parity=patch.against_stock,
             asked=asked,
             seconds=round(time.perf_counter() - started, 2),
             comparisons=len(outcome.differences),
@@ -202,7 +202,7 @@ def verify(
     except KeyboardInterrupt:
         # What has been shown is worth its minutes, and what has not is no success.
         for patch in patches[len(results) :]:
-            results.append(ItemResult(patch.key, FAILED, "stopped before it was checked", patch.parity, asked))
+            results.append(ItemResult(patch.key, FAILED, "stopped before it was checked", patch.against_stock, asked))
     return VerifyReport(
         version=__version__,
         host=str(host.host_info()),

@@ -94,7 +94,7 @@ def _item_handler(patch: Patch, wrapper: str) -> Handler:
         except Exception as error:
             session.reject(key, f"its code could not be imported: {type(error).__name__}: {error}")
             return wrapped(*args, **kwargs)
-        return function(session, wrapped, instance, args, kwargs)
+        return function(session.item(key), wrapped, instance, *args, **kwargs)
 
     return handle
 

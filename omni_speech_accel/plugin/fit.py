@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from omni_speech_accel.host import source as host
 from omni_speech_accel.host.source import Definition, Symbol, UnreadableSource
 from omni_speech_accel.plugin.settings import Settings
-from omni_speech_accel.plugin.table import PATCHES
+from omni_speech_accel.plugin.table import PATCHES, StageModel
 
 if TYPE_CHECKING:
     from omni_speech_accel.plugin.table import Patch
@@ -102,13 +102,13 @@ def _judged(patch: Patch) -> Fit:
     return Fit(True, verified=not changed)
 
 
-def unfit_items(settings: Settings, kind: str, device: str) -> dict[str, str]:
-    """``{item: reason}`` of the items of a stage of ``kind`` that cannot act on this host or device."""
+def unfit_items(settings: Settings, model: StageModel, device: str) -> dict[str, str]:
+    """``{item: reason}`` of the items of the stage ``model`` that cannot act on this host or device."""
     reasons: dict[str, str] = {}
     if not settings.present:
         return reasons
     for patch in PATCHES:
-        if kind not in patch.kinds:
+        if model not in patch.acts:
             continue
         judged = fit(patch)
         if not judged.applies:

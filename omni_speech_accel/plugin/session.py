@@ -12,14 +12,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from omni_speech_accel import __version__
 from omni_speech_accel.plugin.metrics import ItemCounters
-from omni_speech_accel.plugin.settings import BLOCK, ItemOptions, Settings, resolve
-from omni_speech_accel.plugin.table import PATCHES
+from omni_speech_accel.plugin.options import ItemOptions
+from omni_speech_accel.plugin.settings import BLOCK, Settings, resolve
+from omni_speech_accel.plugin.table import PATCHES, StageModel
 
 __all__ = [
+    "Item",
     "StageSession",
     "attach",
     "current_session",
@@ -33,7 +35,26 @@ logger = logging.getLogger("vllm.omni_speech_accel")
 
 _ATTRIBUTE = "_omni_speech_accel_session"
 _T = TypeVar("_T")
+_Options = TypeVar("_Options", bound=ItemOptions)
 _current: ContextVar[StageSession | None] = ContextVar("omni_speech_accel_session", default=None)
+
+
+class Item(Generic[_Options]):
+    """One item in one stage: what its functions are handed, with the item's options, counters and state."""
+
+    def __init__(self, session: StageSession, key: str) -> None:
+        self.session = session
+        self.key = key
+        self.options: _Options = session.options(key)  # type: ignore[assignment]
+        self.counters = session.counters(key)
+
+    def state(self, factory: Callable[[], _T], name: str = "") -> _T:
+        """The state that the item keeps for this stage, made once; ``name`` tells several apart."""
+        return self.session.state(f"{self.key} {name}".rstrip(), factory)
+
+    def reject(self, reason: str) -> None:
+        """Take the item out of this stage for good, and say why (once)."""
+        self.session.reject(self.key, reason)
 
 
 class StageSession:
@@ -43,20 +64,22 @@ class StageSession:
         settings: The validated block of this stage.
         stage: The stage's name in messages and metrics.
         unfit: ``{item: reason}`` of the items that do not fit this host or platform.
-        kind: What the stage's model is (``Patch.kinds``); items of other kinds do not concern it. ``None``: all do.
+        model: The row of the stage; items that act elsewhere do not concern it. ``None``: all do.
     """
 
     def __init__(
-        self, settings: Settings, stage: str, unfit: Mapping[str, str] | None = None, kind: str | None = None
+        self, settings: Settings, stage: str, unfit: Mapping[str, str] | None = None, model: StageModel | None = None
     ) -> None:
         self.settings = settings
         self.stage = stage
         self._lock = threading.RLock()
-        self._items = tuple(patch.key for patch in PATCHES if kind is None or kind in patch.kinds)
+        self._items = tuple(patch.key for patch in PATCHES if model is None or model in patch.acts)
         self._unfit: dict[str, str] = dict(unfit or {})
         self._on = frozenset(key for key in self._items if settings.enabled(key) and key not in self._unfit)
         self._counters: dict[str, ItemCounters] = {}
         self._states: dict[str, Any] = {}
+        self._handed: dict[str, Item[Any]] = {}
+        self._idle: dict[str, str] = {}
         self._announced = False
 
     def on(self, key: str) -> bool:
@@ -70,6 +93,19 @@ class StageSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> StageSession:
         """A copied model is the same stage; locks and counters do not copy."""
         return self
+
+    def item(self, key: str) -> Item[Any]:
+        """Item ``key`` of this stage. One look-up once it is made: it stands on hot paths."""
+        found = self._handed.get(key)
+        if found is None:
+            with self._lock:
+                found = self._handed.setdefault(key, Item(self, key))
+        return found
+
+    def idle(self, key: str, reason: str) -> None:
+        """Note why item ``key``, though on, has nothing to do in this stage."""
+        with self._lock:
+            self._idle[key] = reason
 
     def reject(self, key: str, reason: str) -> None:
         """Take item ``key`` out of this stage for good, and say why (once)."""
@@ -128,11 +164,13 @@ class StageSession:
         if not self.settings.present:
             return head + f"no {BLOCK} block, stock"
         refused = self.not_applied
-        on = [key for key in self._items if key in self._on]
+        idle = {key: reason for key, reason in self._idle.items() if key in self._on}
+        on = [key for key in self._items if key in self._on and key not in idle]
         off = [key for key in self._items if key not in self._on and key not in refused]
         parts = [f"on: {', '.join(on) or 'none'}", f"off: {', '.join(off) or 'none'}"]
-        if refused:
-            parts.append("not applied: " + ", ".join(f"{key} ({reason})" for key, reason in refused.items()))
+        for word, reasons in (("idle", idle), ("not applied", refused)):
+            if reasons:
+                parts.append(f"{word}: " + ", ".join(f"{key} ({reason})" for key, reason in reasons.items()))
         return head + "; ".join(parts)
 
 

@@ -15,23 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from omni_speech_accel.environment import kill_switch_problem
 from omni_speech_accel.errors import UserError
+from omni_speech_accel.plugin.options import ItemOptions
+from omni_speech_accel.plugin.table import PATCHES
 
-__all__ = [
-    "BLOCK",
-    "ColdReferenceOptions",
-    "CrossReferenceOptions",
-    "FullGraphOptions",
-    "GraphOptions",
-    "ItemOptions",
-    "Settings",
-    "SettingsError",
-    "parse_block",
-    "resolve",
-]
+__all__ = ["BLOCK", "Settings", "SettingsError", "parse_block", "resolve"]
 
 BLOCK = "omni_speech_accel"
 
@@ -40,59 +31,6 @@ _WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off
 
 class SettingsError(UserError, ValueError):
     """A wrong ``omni_speech_accel`` block: the message names the key, its place and the nearest valid name."""
-
-
-class ItemOptions(BaseModel):
-    """Options that every item takes."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    enabled: bool = True
-
-
-class GraphOptions(ItemOptions):
-    """Options of an item that captures one graph per shape."""
-
-    max_graphs: int = Field(default=2, ge=0, le=64, description="Shapes captured; first seen, first captured.")
-
-
-class ColdReferenceOptions(ItemOptions):
-    """Options of ``cold_reference_batch``."""
-
-    max_batch: int | None = Field(
-        default=None, ge=1, le=64, description="References solved together; default: the stage's microbatch."
-    )
-    max_memory_mib: int | None = Field(
-        default=None, ge=64, description="Cap on the transient memory of one solve; default: half of the free memory."
-    )
-    encoder_graphs: int = Field(
-        default=4,
-        ge=0,
-        le=64,
-        description="Graphs of the prompt encoder, one per group size and reference length (CUDA).",
-    )
-
-
-class CrossReferenceOptions(ItemOptions):
-    """Options of ``cross_reference_decode``."""
-
-    max_batch: int | None = Field(
-        default=None, ge=1, le=256, description="Rows of one joined decode; default: the host's largest graphed batch."
-    )
-    max_memory_mib: int | None = Field(
-        default=None,
-        ge=64,
-        description="Cap on the transient memory of a joined decode that stacks its rows' caches; "
-        "default: half of the free memory.",
-    )
-
-
-class FullGraphOptions(ItemOptions):
-    """Options of ``fish_omni_full_graph``."""
-
-    keep_piecewise_above: bool = Field(
-        default=False, description="Keep the stock capture sizes above max_num_seqs for prefill and mixed batches."
-    )
 
 
 @dataclass(frozen=True)
@@ -113,9 +51,7 @@ class Settings:
 
 
 def _known() -> Mapping[str, tuple[type[ItemOptions], bool]]:
-    from omni_speech_accel.plugin.table import PATCHES
-
-    return {patch.key: (globals()[patch.options], patch.default) for patch in PATCHES}
+    return {patch.key: (patch.options, patch.default) for patch in PATCHES}
 
 
 def _nearest(name: str, valid: list[str]) -> str:

@@ -11,9 +11,18 @@ Order matters where items wrap one symbol: a later row wraps an earlier one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from omni_speech_accel.host.source import Symbol
+from omni_speech_accel.plugin.options import (
+    ColdReferenceOptions,
+    CrossReferenceOptions,
+    FullGraphOptions,
+    GraphOptions,
+    ItemOptions,
+)
+from omni_speech_accel.tolerance import EXACT, DeviceTolerances, Tolerance
 
 __all__ = ["ANCHORS", "PATCHES", "Anchor", "Hook", "Patch", "patch_for"]
 
@@ -26,13 +35,20 @@ TALKER_MODULE = f"{_MODELS}.minicpmo_4_5.minicpmo_4_5_omni_tts"
 TALKER_SAMPLE_MODULE = f"{_MODELS}.minicpmo_4_5.talker_codec_sample"
 TOKENIZER_MODULE = "s3tokenizer.model_v2"
 
+SPEAKER_EMBEDDING = "speaker embedding"
+"""Name of the compared tensor that items may change by rounding."""
+
+_REPOSITORY = "https://github.com/vllm-project/vllm-omni"
+# The reference thread of the prompt features is one of these; its number is not known here.
+_PROMPT_THREAD = f"{_REPOSITORY}/pulls?q=is%3Apr+_prepare_prompt"
+
 
 @dataclass(frozen=True)
 class Hook:
     """A wrapper around one host symbol.
 
-    ``wrapper`` is ``function`` in the patch's module, called as
-    ``function(session, wrapped, instance, args, kwargs)`` where the item is on.
+    ``wrapper`` is a function of the patch's module, called as
+    ``function(item, wrapped, instance, *args, **kwargs)`` where the item is on.
     An ``optional`` hook's symbol may be missing: some hosts have no such method.
     """
 
@@ -42,11 +58,44 @@ class Hook:
 
 
 @dataclass(frozen=True)
+class StageModel:
+    """A stage of a model family in which items act. ``classes``: the host's classes whose constructor opens it."""
+
+    family: str
+    pipeline: str
+    stage: int
+    name: str
+    classes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.name}"
+
+
+CODE2WAV = StageModel("MiniCPM-o", "minicpmo_4_5", 2, "stage 2", ("MiniCPMO45Code2Wav",))
+TALKER = StageModel("MiniCPM-o", "minicpmo_4_5", 1, "stage 1 (talker)", ("MiniCPMO45OmniTTSForConditionalGeneration",))
+TOKEN2WAV = StageModel(
+    "Step-Audio 2",
+    "step_audio_2",
+    1,
+    "Token2Wav",
+    ("StepAudio2Token2WavForConditionalGeneration", "StepAudio2Token2WavCore"),
+)
+FISH_OMNI = StageModel("fish_omni", "fish_omni", 0, "stage 0")
+STAGE_MODELS = (CODE2WAV, TALKER, TOKEN2WAV, FISH_OMNI)
+
+
+@dataclass(frozen=True)
 class Patch:
     """One row: an item that a deploy YAML can switch on its own.
 
-    ``kinds`` are the stage models in which the item acts: ``code2wav`` (MiniCPM-o stage 2), ``token2wav``
-    (Step-Audio 2, or a Token2Wav core on its own), ``talker`` (MiniCPM-o stage 1); ``deploy``: on the deploy config.
+    Args:
+        parity: How the result relates to stock's, in words; the numbers are ``tolerances``.
+        retire: When the item may go.
+        upstream: The public thread or pull request that would retire it, or that it comes from.
+        native: Host symbols of which one shows that the host does the work itself.
+        acts: The stages in which the item acts.
+        idle: Function of the patch's module that tells of a built backend why the item has nothing to do there.
+        tolerances: By the name of what is compared; everything else must be bit-exact.
     """
 
     key: str
@@ -54,19 +103,36 @@ class Patch:
     why: str
     parity: str
     retire: str
+    upstream: str = ""
     hooks: tuple[Hook, ...] = ()
     needs: tuple[Symbol, ...] = ()
     native: tuple[Symbol, ...] = ()
     platforms: tuple[str, ...] = ("cuda", "npu", "cpu")
     default: bool = True
-    options: str = "ItemOptions"
-    kinds: tuple[str, ...] = ("code2wav", "token2wav")
-    stages: str = "MiniCPM-o stage 2, Step-Audio 2 Token2Wav"
+    idle: str = ""
+    options: type[ItemOptions] = ItemOptions
+    acts: tuple[StageModel, ...] = (CODE2WAV, TOKEN2WAV)
+    tolerances: Mapping[str, DeviceTolerances] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
         """The module that holds the item's code."""
         return f"omni_speech_accel.items.{self.key}"
+
+    @property
+    def where(self) -> str:
+        """The stages in which the item acts, in words."""
+        return ", ".join(str(model) for model in self.acts)
+
+    @property
+    def against_stock(self) -> str:
+        """How the result relates to stock's, numbers included."""
+        return "; ".join([self.parity, *(f"{what}: {allowed}" for what, allowed in self.tolerances.items())])
+
+    def tolerance(self, what: str, device_type: str) -> Tolerance:
+        """How far ``what`` may be from stock's on a device of this type."""
+        allowed = self.tolerances.get(what)
+        return EXACT if allowed is None else allowed.on(device_type)
 
     @property
     def symbols(self) -> tuple[Symbol, ...]:
@@ -104,8 +170,8 @@ PATCHES: tuple[Patch, ...] = (
         why="Each frame rebuilt it with torch.tensor(..., device=...), a blocking host-to-device copy.",
         parity="bit-exact",
         retire="when the host keeps the index itself",
-        kinds=("talker",),
-        stages="MiniCPM-o stage 1 (talker)",
+        upstream=_PROMPT_THREAD,
+        acts=(TALKER,),
         hooks=(
             Hook(
                 Symbol(
@@ -129,6 +195,7 @@ PATCHES: tuple[Patch, ...] = (
         "pageable upload, the .any() in quantize and freqs_cis.to(device) drains the device queue.",
         parity="bit-exact",
         retire="when the host stages its uploads and picks the short path itself",
+        upstream=_PROMPT_THREAD,
         native=(_core("_quantize_s3_eager"),),
         hooks=(
             Hook(_ENSURE_LOADED, "ensure_models_loaded"),
@@ -141,9 +208,10 @@ PATCHES: tuple[Patch, ...] = (
         key="speaker_device",
         summary="CAM++ speaker embedding on the accelerator, built from campplus.onnx, instead of CPU onnxruntime.",
         why="campplus on CPU onnxruntime is 77-79 ms of a 144-155 ms prompt setup on an H200 host.",
-        parity="relative error <= 2e-5 to onnxruntime, checked at load over several lengths (fp32, another order of "
-        "summation)",
+        parity="equal to onnxruntime but for another order of summation, checked at load over several lengths",
+        tolerances={SPEAKER_EMBEDDING: DeviceTolerances(Tolerance(2e-5), npu=Tolerance(5e-3, 0.99999))},
         retire="when the host runs campplus on every accelerator",
+        upstream=_PROMPT_THREAD,
         hooks=(
             Hook(_ENSURE_LOADED, "ensure_models_loaded"),
             Hook(_core("enable_trt_spk_embedding"), "enable_trt_spk_embedding", optional=True),
@@ -155,10 +223,12 @@ PATCHES: tuple[Patch, ...] = (
         key="speaker_graph",
         summary="CAM++ captured as one graph per frame count.",
         why="Eager CAM++ is about 1,150 launches, 16 ms on an H200 host; a replay is one, 5 ms.",
-        parity="equal to eager CAM++ on the same device within 1e-5 relative",
+        parity="equal to eager CAM++ on the same device",
+        tolerances={SPEAKER_EMBEDDING: DeviceTolerances(Tolerance(1e-5))},
         retire="never while campplus is launch-bound",
+        upstream=_PROMPT_THREAD,
         platforms=("cuda", "npu"),
-        options="GraphOptions",
+        options=GraphOptions,
         hooks=(Hook(_SPEAKER, "forward_spk_embedding"),),
     ),
     Patch(
@@ -168,6 +238,7 @@ PATCHES: tuple[Patch, ...] = (
         "reference thread, on its NPU).",
         parity="bit-exact",
         retire="never while prompt setup shares a device with decode",
+        upstream=_PROMPT_THREAD,
         platforms=("cuda", "npu"),
         hooks=(Hook(_SPEAKER, "forward_spk_embedding"),),
     ),
@@ -177,9 +248,10 @@ PATCHES: tuple[Patch, ...] = (
         why="Eager quantize is 7-8 ms of launches per reference on an H200 host; a replay takes 4 ms.",
         parity="codes and lengths bit-equal to eager",
         retire="never while quantize is launch-bound",
+        upstream=_PROMPT_THREAD,
         native=(_core("_quantize_s3_graph"),),
         platforms=("cuda", "npu"),
-        options="GraphOptions",
+        options=GraphOptions,
         hooks=(
             Hook(_ENSURE_LOADED, "ensure_models_loaded"),
             Hook(_QUANTIZE, "quantize"),
@@ -194,8 +266,10 @@ PATCHES: tuple[Patch, ...] = (
         parity="states within the host's own spread over batch sizes (relative error <= 3e-4); bit-exact for a "
         "reference that is solved alone",
         retire="when the host solves the cold references of a step together",
-        options="ColdReferenceOptions",
-        stages="MiniCPM-o stage 2",
+        upstream=f"{_REPOSITORY}/pull/9221",
+        options=ColdReferenceOptions,
+        idle="policy_problem",
+        acts=(CODE2WAV,),
         hooks=(
             Hook(_code2wav("forward"), "forward"),
             Hook(_code2wav("_iter_decode_batches", "buckets"), "iter_decode_batches"),
@@ -211,8 +285,9 @@ PATCHES: tuple[Patch, ...] = (
         why="The first cold reference of a batch size waits for a capture.",
         parity="bit-exact: the graphs that the host would capture later",
         retire="when the host's precapture covers cache length zero",
+        upstream=f"{_REPOSITORY}/pull/9221",
         platforms=("cuda", "npu"),
-        stages="MiniCPM-o stage 2",
+        acts=(CODE2WAV,),
         hooks=(Hook(_batched("precapture_whole_euler", "features"), "precapture_whole_euler"),),
         needs=(
             _batched("_create_initial_states", "features", "batch_size"),
@@ -228,8 +303,9 @@ PATCHES: tuple[Patch, ...] = (
         parity="each row equals the host's separate call within the host's own spread over batch sizes, given the same "
         "vocoder noise (drawn per call, so a seed gives other samples); bit-exact while all rows share a reference",
         retire="when the host's decode batches no longer depend on the reference",
-        options="CrossReferenceOptions",
-        stages="MiniCPM-o stage 2",
+        upstream=f"{_REPOSITORY}/pull/9159",
+        options=CrossReferenceOptions,
+        acts=(CODE2WAV,),
         hooks=(
             Hook(_code2wav("_iter_decode_batches", "buckets"), "iter_decode_batches"),
             Hook(_PREPARE_FEATURES, "prepare_prompt"),
@@ -250,10 +326,10 @@ PATCHES: tuple[Patch, ...] = (
         "graphs, in the reference thread on its NPU.",
         parity="no tensor of ours; the same kernels replayed. `transitions` compares two servers' speech",
         retire="when the host's own deploy asks for FULL_AND_PIECEWISE on NPU: the item then finds nothing to change",
+        upstream=f"{_REPOSITORY}/pull/9386",
         platforms=("npu",),
-        options="FullGraphOptions",
-        kinds=("deploy",),
-        stages="fish_omni stage 0",
+        options=FullGraphOptions,
+        acts=(FISH_OMNI,),
         needs=(
             Symbol(
                 "vllm_omni.config.omni_config",

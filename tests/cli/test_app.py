@@ -174,7 +174,7 @@ def test_config_prints_an_overlay_with_every_item_of_the_model() -> None:
     assert content["base_config"] == str(location / "deploy" / "minicpmo_4_5.yaml")
     block = block_of(content)
     items = {
-        patch.key: fit(patch).applies for patch in PATCHES if "MiniCPM-o" in patch.stages and "cuda" in patch.platforms
+        patch.key: fit(patch).applies for patch in PATCHES if "MiniCPM-o" in patch.where and "cuda" in patch.platforms
     }
     assert block == items
     assert any(items.values())

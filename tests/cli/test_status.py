@@ -20,6 +20,7 @@ from omni_speech_accel.cli.status import Platform, collect
 from omni_speech_accel.cli.tables import print_status
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.fit import Fit, fit
+from omni_speech_accel.plugin.options import GraphOptions
 from omni_speech_accel.plugin.settings import SettingsError
 from omni_speech_accel.plugin.table import PATCHES
 
@@ -190,7 +191,7 @@ def test_launch_blocking_with_graph_items_on_npu_fails_beforehand(
     on = collect(deploy(tmp_path, {"s3_graph": True}), platform=NPU)
     assert on.exit_code == 1
     assert any("ASCEND_LAUNCH_BLOCKING=1" in text for text in errors(on))
-    graphs = [patch.key for patch in PATCHES if patch.options == "GraphOptions" or "graph" in patch.key]
+    graphs = [patch.key for patch in PATCHES if patch.options is GraphOptions or "graph" in patch.key]
     graphs += ["cold_setup_precapture"]
     off = collect(deploy(tmp_path, dict.fromkeys(graphs, False)), platform=NPU)
     assert errors(off) == []

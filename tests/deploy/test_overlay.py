@@ -164,7 +164,7 @@ def test_an_item_that_the_host_cannot_have_is_off_with_the_reason(monkeypatch: p
 def test_without_a_host_only_the_device_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "host_info", lambda: host.HostInfo(None, {}, None))
     found = unavailable(profile_for("minicpmo_4_5_cuda"))
-    assert set(found) == {patch.key for patch in PATCHES if "MiniCPM-o" not in patch.stages}
+    assert set(found) == {patch.key for patch in PATCHES if "MiniCPM-o" not in patch.where}
     result = config("minicpmo_4_5.yaml", "--platform", "cuda")
     assert result.exit_code == 0
     assert yaml.safe_load(result.stdout)["base_config"] == "minicpmo_4_5.yaml"

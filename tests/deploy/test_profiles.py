@@ -148,7 +148,7 @@ def test_every_item_of_the_model_and_platform_is_listed(profile: Profile) -> Non
     expected = [
         patch.key
         for patch in PATCHES
-        if profile.family in patch.stages and any(name in patch.platforms for name in profile.platforms)
+        if profile.concerns(patch) and any(name in patch.platforms for name in profile.platforms)
     ]
     assert list(node[BLOCK]) == expected
     assert expected

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from omni_speech_accel.plugin.fit import fit
-from omni_speech_accel.plugin.table import PATCHES
+from omni_speech_accel.plugin.table import FISH_OMNI, PATCHES
 from omni_speech_accel.synthetic.references import distinct_references
 from tests.gpu import harness
 from tests.gpu.conftest import Code2WavFactory
@@ -23,7 +23,7 @@ SPEECH_MODULES = sorted(
     {
         symbol.module
         for patch in PATCHES
-        if "deploy" not in patch.kinds and fit(patch).applies
+        if FISH_OMNI not in patch.acts and fit(patch).applies
         for symbol in patch.symbols
     }
 )

@@ -15,7 +15,7 @@ from omni_speech_accel.items._prompt import S3_MAX_FRAMES
 from omni_speech_accel.plugin import fit as fit_module
 from omni_speech_accel.plugin.fit import unfit_items
 from omni_speech_accel.plugin.settings import resolve
-from omni_speech_accel.plugin.table import PATCHES, TOKENIZER_MODULE, Hook, Patch, patch_for
+from omni_speech_accel.plugin.table import CODE2WAV, PATCHES, TOKENIZER_MODULE, Hook, Patch, patch_for
 
 VERSION = host.host_info().version
 
@@ -103,7 +103,7 @@ def test_a_file_that_is_no_python_leaves_its_items_off_and_says_why(
     assert not judged.applies
     assert judged.reason.startswith(f"{tokenizer} cannot be read: ")
     assert reason in judged.reason
-    unfit = unfit_items(resolve(("here", True)), "code2wav", "cuda")
+    unfit = unfit_items(resolve(("here", True)), CODE2WAV, "cuda")
     assert unfit["sync_free_prompt"] == unfit["s3_graph"] == judged.reason
     assert "speaker_graph" not in unfit
     native = Patch("x", "", "", "", "", native=(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.gone"),))

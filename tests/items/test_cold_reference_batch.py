@@ -378,7 +378,12 @@ def test_other_execution_policies_keep_the_solve_of_one_reference(policy: str) -
         backend._whole_euler_graph_wrapper.enabled = False
     elif policy == "padding":
         backend._cfm_graph_bucket_frames = 16  # 40 frames are padded to 48
-        assert item.solve_together(tiny.session(stage), backend, backend.prepare_prompt("v", "voice-1-20.wav")) == 1
+        assert (
+            item.solve_together(
+                tiny.session(stage).item(item.KEY), backend, backend.prepare_prompt("v", "voice-1-20.wav")
+            )
+            == 1
+        )
         return
     assert not item.supported(backend)
     if policy == "tensorrt":

@@ -74,7 +74,7 @@ def test_lengths_on_the_host_are_left_to_the_library() -> None:
         assert given[1] is lengths
         return "stock"
 
-    assert s3_graph.quantize(session_for(only(KEY)), library, None, (values, lengths), {}) == "stock"
+    assert s3_graph.quantize(session_for(only(KEY)).item(KEY), library, None, values, lengths) == "stock"
 
 
 def test_a_call_with_tensors_elsewhere_does_not_bind_the_graphs_to_their_device(core: Any, stock_core: Any) -> None:
@@ -88,7 +88,7 @@ def test_audio_over_one_window_is_left_to_the_library() -> None:
     session = session_for(only(KEY))
     values, lengths = mel(S3_MAX_FRAMES + 1)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    result = s3_graph.quantize(session, lambda *given: seen.append(given) or "stock", None, (values, lengths), {})  # type: ignore[func-returns-value]
+    result = s3_graph.quantize(session.item(KEY), lambda *given: seen.append(given) or "stock", None, values, lengths)  # type: ignore[func-returns-value]
     assert result == "stock"
     assert seen[0][0] is values
     assert seen[0][1] is lengths

@@ -126,7 +126,7 @@ def test_a_device_model_that_the_host_installed_is_kept() -> None:
     def stock_load() -> None:
         core._models_loaded = True
 
-    speaker_device.ensure_models_loaded(session, stock_load, core, (), {})
+    speaker_device.ensure_models_loaded(session.item(KEY), stock_load, core)
     assert core._spk_model is own
     assert session.not_applied[KEY] == "the host's own SimpleNamespace is used"
 
@@ -142,10 +142,10 @@ def test_later_hosts_keyword_arguments_are_taken_where_the_host_lacks_them() -> 
     def with_keywords(*, cpu_reference: bool = False, use_trt: bool = True) -> None:
         calls.append({"cpu_reference": cpu_reference, "use_trt": use_trt})
 
-    speaker_device.enable_trt_spk_embedding(session, without, core, (), {"cpu_reference": True})
-    speaker_device.enable_device_spk_embedding(session, without, core, (), {"use_trt": False})
-    speaker_device.enable_trt_spk_embedding(session, with_keywords, core, (), {"cpu_reference": True})
-    speaker_device.enable_device_spk_embedding(session, with_keywords, core, (), {"use_trt": False})
+    speaker_device.enable_trt_spk_embedding(session.item(KEY), without, core, **{"cpu_reference": True})
+    speaker_device.enable_device_spk_embedding(session.item(KEY), without, core, **{"use_trt": False})
+    speaker_device.enable_trt_spk_embedding(session.item(KEY), with_keywords, core, **{"cpu_reference": True})
+    speaker_device.enable_device_spk_embedding(session.item(KEY), with_keywords, core, **{"use_trt": False})
     assert calls == [
         {},
         {},
@@ -159,7 +159,7 @@ def test_an_unknown_keyword_is_still_an_error() -> None:
 
     with pytest.raises(TypeError):
         speaker_device.enable_trt_spk_embedding(
-            session_for(only(KEY)), without, SimpleNamespace(), (), {"cpu_refrence": True}
+            session_for(only(KEY)).item(KEY), without, SimpleNamespace(), cpu_refrence=True
         )
 
 
@@ -175,5 +175,5 @@ def test_a_cuda_core_that_declines_tensorrt_gets_our_model(
     def stock() -> None:
         raise AssertionError("TensorRT was declined")
 
-    speaker_device.enable_device_spk_embedding(session_for(only(KEY)), stock, core, (), {"use_trt": False})
+    speaker_device.enable_device_spk_embedding(session_for(only(KEY)).item(KEY), stock, core, use_trt=False)
     assert core._spk_model is ours

@@ -92,6 +92,6 @@ def test_two_replicas_with_references_of_one_length_get_their_own_embedding(
 def test_sessions_and_models_with_graphs_of_their_own_are_left_to_the_host(model: Any) -> None:
     core = SimpleNamespace(spk_model=model)
     result = speaker_graph.forward_spk_embedding(
-        session_for(only(KEY)), lambda feat: ("host", feat), core, (feature(10),), {}
+        session_for(only(KEY)).item(KEY), lambda feat: ("host", feat), core, feature(10)
     )
     assert result[0] == "host"

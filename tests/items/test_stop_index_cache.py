@@ -48,7 +48,9 @@ if FIT.applies:
         stock = talker._censor_stop_logits(*arguments, **keywords)
         session = session_for(only(KEY))
         for _ in range(2):
-            on = stop_index_cache.censor_stop_logits(session, talker._censor_stop_logits, None, arguments, keywords)
+            on = stop_index_cache.censor_stop_logits(
+                session.item(KEY), talker._censor_stop_logits, None, *arguments, **keywords
+            )
             assert on.dtype == stock.dtype
             assert torch.equal(on, stock)
         assert session.counters(KEY).snapshot() == {"misses": 1, "hits": 1}
@@ -97,11 +99,14 @@ def test_a_full_cache_calls_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_for(only(KEY))
     session.state(KEY, lambda: stop_index_cache.StopIndexCache(max_entries=0))
     result = stop_index_cache.censor_stop_logits(
-        session,
+        session.item(KEY),
         lambda *args, **kwargs: "stock",
         None,
-        (torch.zeros(1, 4), None, None),
-        {"stop_ids": (1,), "eos_window_masked": True},
+        torch.zeros(1, 4),
+        None,
+        None,
+        stop_ids=(1,),
+        eos_window_masked=True,
     )
     assert result == "stock"
     assert session.counters(KEY).snapshot() == {"misses": 1, "eager": 1}
@@ -154,11 +159,14 @@ def test_nothing_is_kept_from_inside_a_capture(device: Any) -> None:
         device.begin_capture()
         try:
             result = stop_index_cache.censor_stop_logits(
-                session,
+                session.item(KEY),
                 lambda *args, **kwargs: "stock",
                 None,
-                (logits, None, None),
-                {"stop_ids": (1,), "eos_window_masked": True},
+                logits,
+                None,
+                None,
+                stop_ids=(1,),
+                eos_window_masked=True,
             )
         finally:
             device.end_capture()

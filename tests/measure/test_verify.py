@@ -223,9 +223,7 @@ def test_a_weight_wrong_by_one_percent_after_the_gate_fails_by_its_difference(
 def test_a_dead_hook_fails_instead_of_passing_as_stock(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     from omni_speech_accel.items import sync_free_prompt
 
-    monkeypatch.setattr(
-        sync_free_prompt, "prepare_prompt", lambda session, wrapped, core, args, kwargs: wrapped(*args, **kwargs)
-    )
+    monkeypatch.setattr(sync_free_prompt, "prepare_prompt", lambda item, wrapped, core, prompt_wav: wrapped(prompt_wav))
     from omni_speech_accel import plugin
     from omni_speech_accel.plugin import binding
 

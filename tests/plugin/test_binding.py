@@ -146,9 +146,7 @@ def test_two_instances_in_one_process_follow_their_own_settings(
     from omni_speech_accel.plugin.table import patch_for
 
     seen: list[object] = []
-    monkeypatch.setattr(
-        speaker_stream, "forward_spk_embedding", lambda session, wrapped, core, args, kwargs: seen.append(core)
-    )
+    monkeypatch.setattr(speaker_stream, "forward_spk_embedding", lambda item, wrapped, core: seen.append(core))
     handle = binding._item_handler(patch_for("speaker_stream"), "forward_spk_embedding")
     on, off, bare = Counting(), Counting(), Counting()
     attach(on, make_session({}))

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_speech_accel.plugin.settings import GraphOptions, SettingsError, parse_block, resolve
+from omni_speech_accel.plugin.options import GraphOptions
+from omni_speech_accel.plugin.settings import SettingsError, parse_block, resolve
 from omni_speech_accel.plugin.table import PATCHES
 
 KEYS = [patch.key for patch in PATCHES]
