@@ -3,9 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["ColdReferenceOptions", "CrossReferenceOptions", "FullGraphOptions", "GraphOptions", "ItemOptions"]
+__all__ = [
+    "OPTIONS",
+    "ColdReferenceOptions",
+    "CrossReferenceOptions",
+    "FullGraphOptions",
+    "GraphOptions",
+    "ItemOptions",
+]
 
 
 class ItemOptions(BaseModel):
@@ -59,3 +68,13 @@ class FullGraphOptions(ItemOptions):
     keep_piecewise_above: bool = Field(
         default=False, description="Keep the stock capture sizes above max_num_seqs for prefill and mixed batches."
     )
+
+
+OPTIONS: Mapping[str, type[ItemOptions]] = {
+    "speaker_graph": GraphOptions,
+    "s3_graph": GraphOptions,
+    "cold_reference_batch": ColdReferenceOptions,
+    "cross_reference_decode": CrossReferenceOptions,
+    "fish_omni_full_graph": FullGraphOptions,
+}
+"""By item; every other item takes :class:`ItemOptions`."""

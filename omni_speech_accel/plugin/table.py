@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from omni_speech_accel.host.source import Symbol
-from omni_speech_accel.plugin.options import (
-    ColdReferenceOptions,
-    CrossReferenceOptions,
-    FullGraphOptions,
-    GraphOptions,
-    ItemOptions,
-)
 from omni_speech_accel.tolerance import EXACT, DeviceTolerances, Tolerance
+
+if TYPE_CHECKING:
+    from omni_speech_accel.plugin.options import ItemOptions
 
 __all__ = ["ANCHORS", "PATCHES", "Anchor", "Hook", "Patch", "patch_for"]
 
@@ -110,7 +107,6 @@ class Patch:
     platforms: tuple[str, ...] = ("cuda", "npu", "cpu")
     default: bool = True
     idle: str = ""
-    options: type[ItemOptions] = ItemOptions
     acts: tuple[StageModel, ...] = (CODE2WAV, TOKEN2WAV)
     tolerances: Mapping[str, DeviceTolerances] = field(default_factory=dict)
 
@@ -118,6 +114,14 @@ class Patch:
     def module(self) -> str:
         """The module that holds the item's code."""
         return f"omni_speech_accel.items.{self.key}"
+
+    @property
+    def options(self) -> type[ItemOptions]:
+        """The class of the item's options."""
+        # Here: pydantic is no import for a process that only registers the plugin.
+        from omni_speech_accel.plugin.options import OPTIONS, ItemOptions
+
+        return OPTIONS.get(self.key, ItemOptions)
 
     @property
     def where(self) -> str:
@@ -228,7 +232,6 @@ PATCHES: tuple[Patch, ...] = (
         retire="never while campplus is launch-bound",
         upstream=_PROMPT_THREAD,
         platforms=("cuda", "npu"),
-        options=GraphOptions,
         hooks=(Hook(_SPEAKER, "forward_spk_embedding"),),
     ),
     Patch(
@@ -251,7 +254,6 @@ PATCHES: tuple[Patch, ...] = (
         upstream=_PROMPT_THREAD,
         native=(_core("_quantize_s3_graph"),),
         platforms=("cuda", "npu"),
-        options=GraphOptions,
         hooks=(
             Hook(_ENSURE_LOADED, "ensure_models_loaded"),
             Hook(_QUANTIZE, "quantize"),
@@ -267,7 +269,6 @@ PATCHES: tuple[Patch, ...] = (
         "reference that is solved alone",
         retire="when the host solves the cold references of a step together",
         upstream=f"{_REPOSITORY}/pull/9221",
-        options=ColdReferenceOptions,
         idle="policy_problem",
         acts=(CODE2WAV,),
         hooks=(
@@ -304,7 +305,6 @@ PATCHES: tuple[Patch, ...] = (
         "vocoder noise (drawn per call, so a seed gives other samples); bit-exact while all rows share a reference",
         retire="when the host's decode batches no longer depend on the reference",
         upstream=f"{_REPOSITORY}/pull/9159",
-        options=CrossReferenceOptions,
         acts=(CODE2WAV,),
         hooks=(
             Hook(_code2wav("_iter_decode_batches", "buckets"), "iter_decode_batches"),
@@ -328,7 +328,6 @@ PATCHES: tuple[Patch, ...] = (
         retire="when the host's own deploy asks for FULL_AND_PIECEWISE on NPU: the item then finds nothing to change",
         upstream=f"{_REPOSITORY}/pull/9386",
         platforms=("npu",),
-        options=FullGraphOptions,
         acts=(FISH_OMNI,),
         needs=(
             Symbol(

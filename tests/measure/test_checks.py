@@ -9,7 +9,8 @@ from omni_speech_accel.measure.abba import PHASES
 from omni_speech_accel.measure.check import block_of
 from omni_speech_accel.measure.checks import CHECKS
 from omni_speech_accel.plugin.settings import parse_block
-from omni_speech_accel.plugin.table import PATCHES
+from omni_speech_accel.plugin.table import PATCHES, SPEAKER_EMBEDDING, Patch, patch_for
+from omni_speech_accel.tolerance import EXACT
 
 
 def test_every_item_of_the_table_has_a_check() -> None:
@@ -17,16 +18,19 @@ def test_every_item_of_the_table_has_a_check() -> None:
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.key)
-def test_the_checked_tolerance_is_the_stated_one(patch: object) -> None:
-    """`relative ... N` in the row's parity text is the number that verify holds the item to."""
-    parity, check = patch.parity, CHECKS[patch.key]  # type: ignore[attr-defined]
-    bounds = [tolerance.relative for tolerance in check.tolerances.values()]
-    stated = [float(number) for number in re.findall(r"\d+(?:\.\d+)?e-\d+", parity)]
-    if bounds:
-        assert bounds == stated
+def test_a_row_without_a_tolerance_says_why_it_needs_none(patch: Patch) -> None:
+    if patch.tolerances:
+        assert all(str(allowed) in patch.against_stock for allowed in patch.tolerances.values())
     else:
         # Bit-exact, no tensor of its own, or the host's own spread, which the stream check measures.
-        assert re.search(r"bit-e|no tensor|spread", parity)
+        assert re.search(r"bit-e|no tensor|spread", patch.parity)
+
+
+def test_what_a_row_does_not_name_must_be_bit_exact() -> None:
+    row = patch_for("speaker_device")
+    assert row.tolerance("speech tokens", "cuda") == EXACT
+    assert row.tolerance(SPEAKER_EMBEDDING, "cpu") == row.tolerances[SPEAKER_EMBEDDING].full
+    assert row.tolerance(SPEAKER_EMBEDDING, "npu") == row.tolerances[SPEAKER_EMBEDDING].npu
 
 
 def test_items_beside_and_phases_exist() -> None:
