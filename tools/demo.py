@@ -116,7 +116,7 @@ def show(out: Path) -> int:
         return 1
     with step("Benchmark: stock against the package, same process, same work"):
         command = Path(sys.executable).parent / "omni-speech-accel"
-        code = call([str(command), "bench", "--model", str(checkpoint), "--out", str(out / "bench")])
+        code = call([str(command), "bench", "--model", str(checkpoint), "--out", str(out / "bench"), "--overwrite"])
     return code
 
 

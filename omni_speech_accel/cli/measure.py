@@ -8,18 +8,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from omni_speech_accel.cli.options import (
+    BenchOut,
+    BenchSize,
+    Chunks,
     Device,
     Extra,
     Json,
     Model,
     ModelSize,
+    Overwrite,
     PlatformName,
+    Quick,
+    Repeats,
     Size,
+    Streams,
     extras_in,
     names_in,
     yaml_value,
@@ -30,10 +37,12 @@ from omni_speech_accel.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from omni_speech_accel.measure.bench import Arm, BenchReport, Workload
+    from omni_speech_accel.measure.bench import Arm, BenchReport
     from omni_speech_accel.measure.verify import ItemResult, VerifyReport
 
 __all__ = ["ab", "bench", "model_directory", "run_bench", "run_verify", "verify"]
+
+_VERIFY_JSON = "verify.json"
 
 
 @contextmanager
@@ -94,19 +103,6 @@ def run_verify(
         return module.verify(workbench, patches, asked=bool(items), finished=finished)
 
 
-def _workload(platform: str, streams: int | None, repeats: int | None, chunks: int | None, quick: bool) -> Workload:
-    from omni_speech_accel.measure.bench import Workload
-
-    # What a run can afford: the CPU's two cores take a second per stream and chunk.
-    cpu = platform == "cpu"
-    base = Workload(streams=2, chunks=3, repeats=3) if cpu else Workload(streams=8, chunks=5, repeats=5)
-    return Workload(
-        streams=streams or (2 if quick else base.streams),
-        chunks=chunks or (3 if quick else base.chunks),
-        repeats=repeats or (1 if quick else base.repeats),
-    )
-
-
 def run_bench(
     console: Console,
     choose: Callable[[str], Sequence[Arm]],
@@ -132,7 +128,7 @@ def run_bench(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from omni_speech_accel.measure.bench import run
+    from omni_speech_accel.measure.bench import Workload, run
     from omni_speech_accel.measure.driver import ready_platform
     from omni_speech_accel.measure.report_files import write_all
     from omni_speech_accel.measure.stage_profile import stage_profile
@@ -140,8 +136,15 @@ def run_bench(
     with console.status("importing vllm-omni"):
         platform = ready_platform(device)
     arms = choose(platform)
-    workload = _workload(platform, streams, repeats, chunks, quick)
-    size = size or ("small" if platform == "cpu" else "full")
+    # What a run can afford: the CPU's two cores take a second per stream and chunk.
+    cpu = platform == "cpu"
+    base = Workload(streams=2, chunks=3, repeats=3) if cpu else Workload(streams=8, chunks=5, repeats=5)
+    workload = Workload(
+        streams=streams or (2 if quick else base.streams),
+        chunks=chunks or (3 if quick else base.chunks),
+        repeats=repeats or (1 if quick else base.repeats),
+    )
+    size = size or ("small" if cpu else "full")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         model_directory(console, model, size) as directory,
@@ -175,6 +178,7 @@ def verify(
     quick: Annotated[bool, typer.Option(help="Four references instead of ten.")] = False,
     extra: Extra = None,
     out: Annotated[Path | None, typer.Option(help="Folder for verify.json with every comparison.")] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Each item on, against stock, on the same input, on the device that is here.
@@ -194,7 +198,7 @@ def verify(
         omni-speech-accel verify --model /models/MiniCPM-o-4_5 --items sync_free_prompt,speaker_device --json
     """
     with errors_reported(as_json), stops_early(), stdout_kept_clean() as console:
-        ready_folder(out)
+        ready_folder(out, holds=_VERIFY_JSON, overwrite=overwrite)
         report = run_verify(
             console,
             model=model,
@@ -205,7 +209,7 @@ def verify(
             extra=extras_in(extra),
         )
         if out is not None:
-            (out / "verify.json").write_text(report.as_json(every_comparison=True) + "\n", encoding="utf-8")
+            (out / _VERIFY_JSON).write_text(report.as_json(every_comparison=True) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(report.as_json())
     else:
@@ -215,25 +219,7 @@ def verify(
     raise typer.Exit(OK if report.ok else FAILED)
 
 
-BenchOut = Annotated[
-    Path | None, typer.Option("--out", help="Folder for bench.json, bench.csv, bench.png and one WAV per arm.")
-]
-Streams = Annotated[int | None, typer.Option(min=1, help="Streams at once. Default: 8, on CPU 2.", show_default=False)]
-Repeats = Annotated[
-    int | None, typer.Option(min=1, help="Measured passes per arm. Default: 5, on CPU 3.", show_default=False)
-]
-Chunks = Annotated[
-    int | None,
-    typer.Option(min=3, help="Payloads per stream, about a second each. Default: 5, on CPU 3.", show_default=False),
-]
-Quick = Annotated[bool, typer.Option("--quick", help="Two streams, three chunks, one measured pass: a smoke test.")]
-BenchSize = Annotated[
-    ModelSize | None,
-    typer.Option("--size", help="Size of the random-weight model. Default: full, on CPU small.", show_default=False),
-]
-
-
-def _report_bench(report: BenchReport, files: list[str], out: Path | None, as_json: bool) -> None:
+def _report_bench(report: BenchReport, files: list[str], out: Path | None, as_json: bool) -> NoReturn:
     from omni_speech_accel.measure.report_files import PLOT_HINT
 
     if as_json:
@@ -249,6 +235,40 @@ def _report_bench(report: BenchReport, files: list[str], out: Path | None, as_js
     raise typer.Exit(OK if report.ok else FAILED)
 
 
+def _compare(
+    prepare: Callable[[], Callable[[str], Sequence[Arm]]],
+    *,
+    device: PlatformName,
+    size: ModelSize | None,
+    extra: list[str] | None,
+    out: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    **settings: Any,
+) -> NoReturn:
+    """What `bench` and `ab` share: run, print, exit.
+
+    Args:
+        prepare: Checks the arguments, before any work, and returns the arms for a device type.
+        settings: Further arguments of :func:`run_bench`.
+    """
+    from omni_speech_accel.measure.report_files import BENCH_JSON
+
+    with errors_reported(as_json), stops_early(), stdout_kept_clean() as console:
+        choose = prepare()
+        ready_folder(out, holds=BENCH_JSON, overwrite=overwrite)
+        report, files = run_bench(
+            console,
+            choose,
+            device=device.value,
+            size=size.value if size is not None else None,
+            extra=extras_in(extra),
+            out=out,
+            **settings,
+        )
+    _report_bench(report, files, out, as_json)
+
+
 def bench(
     model: Model = None,
     items: Annotated[
@@ -262,6 +282,7 @@ def bench(
     size: BenchSize = None,
     extra: Extra = None,
     out: BenchOut = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Time the speech stage: stock, each item alone, and all of them, in one run.
@@ -281,26 +302,28 @@ def bench(
         omni-speech-accel bench --model /models/MiniCPM-o-4_5 --items cold_reference_batch --streams 8 --out results
     """
     names = names_in(items)
-    with errors_reported(as_json), stops_early(), stdout_kept_clean() as console:
+
+    def prepare() -> Callable[[str], Sequence[Arm]]:
         from omni_speech_accel.measure.bench import item_arms
         from omni_speech_accel.measure.verify import select_items
 
         select_items(names)
-        ready_folder(out)
-        report, files = run_bench(
-            console,
-            lambda platform: item_arms(names, platform),
-            model=model,
-            device=device.value,
-            size=size.value if size is not None else None,
-            streams=streams,
-            repeats=repeats,
-            chunks=chunks,
-            quick=quick,
-            extra=extras_in(extra),
-            out=out,
-        )
-    _report_bench(report, files, out, as_json)
+        return lambda platform: item_arms(names, platform)
+
+    _compare(
+        prepare,
+        model=model,
+        device=device,
+        size=size,
+        streams=streams,
+        repeats=repeats,
+        chunks=chunks,
+        quick=quick,
+        extra=extra,
+        out=out,
+        overwrite=overwrite,
+        as_json=as_json,
+    )
 
 
 def _block(text: str, option: str) -> Any:
@@ -335,6 +358,7 @@ def ab(
     size: BenchSize = None,
     extra: Extra = None,
     out: BenchOut = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """`bench` of two settings blocks of your choice, A against B.
@@ -350,22 +374,24 @@ def ab(
 
         omni-speech-accel ab --a '{s3_graph: {max_graphs: 2}}' --b '{s3_graph: {max_graphs: 8}}' --out results
     """
-    with errors_reported(as_json), stops_early(), stdout_kept_clean() as console:
+
+    def prepare() -> Callable[[str], Sequence[Arm]]:
         from omni_speech_accel.measure.bench import Arm
 
         arms = [Arm("A", _block(a, "--a")), Arm("B", _block(b, "--b"))]
-        ready_folder(out)
-        report, files = run_bench(
-            console,
-            lambda platform: arms,
-            model=model,
-            device=device.value,
-            size=size.value if size is not None else None,
-            streams=streams,
-            repeats=repeats,
-            chunks=chunks,
-            quick=quick,
-            extra=extras_in(extra),
-            out=out,
-        )
-    _report_bench(report, files, out, as_json)
+        return lambda platform: arms
+
+    _compare(
+        prepare,
+        model=model,
+        device=device,
+        size=size,
+        streams=streams,
+        repeats=repeats,
+        chunks=chunks,
+        quick=quick,
+        extra=extra,
+        out=out,
+        overwrite=overwrite,
+        as_json=as_json,
+    )

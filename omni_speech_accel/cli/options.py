@@ -12,13 +12,20 @@ import typer
 from omni_speech_accel.errors import UsageError
 
 __all__ = [
+    "BenchOut",
+    "BenchSize",
+    "Chunks",
     "Device",
     "Extra",
     "Json",
     "Model",
     "ModelSize",
+    "Overwrite",
     "PlatformName",
+    "Quick",
+    "Repeats",
     "Size",
+    "Streams",
     "extras_in",
     "names_in",
     "yaml_value",
@@ -65,6 +72,26 @@ Extra = Annotated[
         "Example: --extra token2wav_n_timesteps=10",
         show_default=False,
     ),
+]
+
+BenchOut = Annotated[
+    Path | None, typer.Option("--out", help="Folder for bench.json, bench.csv, bench.png and one WAV per arm.")
+]
+Streams = Annotated[int | None, typer.Option(min=1, help="Streams at once. Default: 8, on CPU 2.", show_default=False)]
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help="Measured passes per arm. Default: 5, on CPU 3.", show_default=False)
+]
+Chunks = Annotated[
+    int | None,
+    typer.Option(min=3, help="Payloads per stream, about a second each. Default: 5, on CPU 3.", show_default=False),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Two streams, three chunks, one measured pass: a smoke test.")]
+BenchSize = Annotated[
+    ModelSize | None,
+    typer.Option("--size", help="Size of the random-weight model. Default: full, on CPU small.", show_default=False),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the results of an earlier run in the --out folder.")
 ]
 
 

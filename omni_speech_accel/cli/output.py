@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from omni_speech_accel.errors import RunError, UserError
+from omni_speech_accel.errors import RunError, UsageError, UserError
 from omni_speech_accel.transitions import CannotCompare
 
 if TYPE_CHECKING:
@@ -59,11 +59,16 @@ def fail(message: str, as_json: bool, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-def ready_folder(folder: Path | None, option: str = "--out") -> None:
+def ready_folder(folder: Path | None, option: str = "--out", *, holds: str = "", overwrite: bool = False) -> None:
     """Make the folder, and a file in it, now: a long run must not end in a place that cannot be written.
+
+    Args:
+        holds: The file by which a folder is known to hold the results of an earlier run.
+        overwrite: They may be replaced.
 
     Raises:
         OSError: It cannot be made or written; names the option.
+        UsageError: It holds the results of an earlier run.
     """
     if folder is None:
         return
@@ -76,6 +81,8 @@ def ready_folder(folder: Path | None, option: str = "--out") -> None:
             pass
     except (OSError, ValueError) as error:  # ValueError: the path holds a null byte
         raise OSError(f"{option}: {error}") from error
+    if holds and not overwrite and (folder / holds).exists():
+        raise UsageError(f"{option}: {folder} holds {holds} of an earlier run: give another folder, or --overwrite")
 
 
 _UsageError: Any = typer.BadParameter.__base__

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,9 @@ from omni_speech_accel.synthetic.references import REFERENCE_RATE
 if TYPE_CHECKING:
     from omni_speech_accel.measure.bench import BenchReport, Waveforms
 
-__all__ = ["PLOT_HINT", "write_all", "write_csv", "write_plot"]
+__all__ = ["BENCH_JSON", "PLOT_HINT", "write_all", "write_csv", "write_plot"]
 
+BENCH_JSON = "bench.json"
 PLOT_HINT = "no plot: matplotlib is not installed; pip install 'omni-speech-accel[bench]'"
 
 _TITLES = {
@@ -78,14 +80,25 @@ def _file_name(arm: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in arm.replace(" ", ""))
 
 
+def _remove_earlier(directory: Path) -> None:
+    """Remove what an earlier run left: its plot, or the WAV of an arm that is no more, would pass for this run's."""
+    try:
+        arms = [arm["name"] for arm in json.loads((directory / BENCH_JSON).read_text(encoding="utf-8"))["arms"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    for name in ("bench.csv", "bench.png", *(f"{_file_name(arm)}.wav" for arm in arms)):
+        (directory / name).unlink(missing_ok=True)
+
+
 def write_all(directory: Path, report: BenchReport, waveforms: Waveforms) -> list[str]:
-    """Write everything; returns the names of the files, and the hint where there is no plot."""
+    """Write everything in place of an earlier run's; returns the names of the files, and the hint for a plot."""
     import soundfile
 
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "bench.json").write_text(report.as_json() + "\n", encoding="utf-8")
+    _remove_earlier(directory)
+    (directory / BENCH_JSON).write_text(report.as_json() + "\n", encoding="utf-8")
     write_csv(directory / "bench.csv", report.rows)
-    names = ["bench.json", "bench.csv"]
+    names = [BENCH_JSON, "bench.csv"]
     names.append("bench.png" if write_plot(directory / "bench.png", report) else PLOT_HINT)
     for arm, waveform in waveforms.items():
         name = f"{_file_name(arm)}.wav"

@@ -296,6 +296,22 @@ def test_verify_exit_code_and_name_of_the_failed_item(
     assert json.loads((tmp_path / "verify.json").read_text())["results"][0]["differences"] == []
 
 
+def test_results_of_an_earlier_run_are_kept_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "run_verify", lambda console, **options: report(PASSED))
+    assert invoke("verify", "--out", str(tmp_path)).exit_code == 0
+    (tmp_path / "verify.json").write_text("earlier")
+    (tmp_path / "bench.json").write_text("earlier")
+    for arguments in (("verify",), ("bench",), ("ab", "--a", "stock", "--b", "true")):
+        refused = invoke(*arguments, "--out", str(tmp_path))
+        assert refused.exit_code == 2
+        assert "json of an earlier run: give another folder, or --overwrite" in refused.stderr
+    assert (tmp_path / "verify.json").read_text() == (tmp_path / "bench.json").read_text() == "earlier"
+    assert invoke("verify", "--out", str(tmp_path), "--overwrite").exit_code == 0
+    assert json.loads((tmp_path / "verify.json").read_text())["ok"]
+
+
 def test_sigterm_ends_a_run_as_an_interrupt_does_and_is_the_callers_own_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

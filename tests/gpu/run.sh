@@ -96,8 +96,8 @@ all_steps() {
     for name in ${STEPS:-verify bench features voices tests}; do
         # shellcheck disable=SC2086  # BENCH_ARGS and TEST_ARGS are lists of words.
         case $name in
-            verify) step "$host" verify "${cli[@]}" verify --device "$device" --model "$model" --out "$dir" ;;
-            bench) step "$host" bench "${cli[@]}" bench --device "$device" --model "$model" --out "$dir/bench" ${BENCH_ARGS:-} ;;
+            verify) step "$host" verify "${cli[@]}" verify --device "$device" --model "$model" --out "$dir" --overwrite ;;
+            bench) step "$host" bench "${cli[@]}" bench --device "$device" --model "$model" --out "$dir/bench" --overwrite ${BENCH_ARGS:-} ;;
             features) step "$host" features "$python" -m tests.gpu.bench_prompt_features --out "$dir" ;;
             voices) step "$host" voices "$python" -m tests.gpu.bench_different_voices "$(host_version)" --out "$dir" ;;
             tests) step "$host" tests "$python" -m pytest tests/gpu -m "$mark" ${TEST_ARGS:-} ;;

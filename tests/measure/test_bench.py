@@ -105,6 +105,16 @@ def test_progress_counts_to_its_total(made: Run) -> None:
     assert [int(done) for done, _ in counts] == list(range(8))
 
 
+def test_no_file_of_an_earlier_run_passes_for_one_of_this(made: Run, tmp_path: Path) -> None:
+    report, waveforms, _ = made
+    (tmp_path / "bench.json").write_text('{"arms": [{"name": "s3_graph"}]}')
+    for name in ("s3_graph.wav", "mine.wav"):
+        (tmp_path / name).touch()
+    names = files.write_all(tmp_path, report, waveforms)
+    assert {path.name for path in tmp_path.iterdir()} - {"mine.wav"} == set(names) - {files.PLOT_HINT}
+    assert (tmp_path / "mine.wav").exists()
+
+
 def test_files_hold_the_rows_the_plot_and_a_wav_per_arm(made: Run, tmp_path: Path) -> None:
     report, waveforms, _ = made
     names = files.write_all(tmp_path, report, waveforms)
