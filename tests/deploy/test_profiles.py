@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,27 +76,6 @@ def worker_settings(path: Path, config: Any, stage: int) -> Any:
         additional_config=config.stage_by_id(stage).runtime_config.additional_config,
     )
     return settings_from_vllm_config(vllm_config)
-
-
-def test_configs_are_what_the_table_makes() -> None:
-    command = [sys.executable, str(REPO / "tools" / "generate_configs.py"), "--check"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env={"PYTHONPATH": str(REPO)}, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_check_finds_a_config_that_was_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("generate_configs", REPO / "tools" / "generate_configs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    monkeypatch.setattr(tool, "FOLDER", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["generate_configs.py"])
-    assert tool.main() == 0
-    monkeypatch.setattr(sys, "argv", ["generate_configs.py", "--check"])
-    assert tool.main() == 0
-    (tmp_path / "step_audio_2.yaml").write_text("base_config: x.yaml\n")
-    assert tool.main() == 1
 
 
 @pytest.mark.parametrize(("name", "model", "constant", "stage"), CASES)

@@ -28,7 +28,7 @@ def test_every_symbol_of_a_fitting_item_is_a_verified_one_here() -> None:
         for symbol in patch.symbols
         if not fit_module.is_verified(symbol)
     }
-    assert unverified == set(), "run tools/fingerprints.py once the suite has passed on this host"
+    assert unverified == set(), "run tools/generate.py --fingerprints once the suite has passed on this host"
 
 
 def test_the_items_that_fit_this_host() -> None:
