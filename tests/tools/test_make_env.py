@@ -50,7 +50,7 @@ class Recorder:
 
             monkeypatch.setattr(tool.Environment, name, act)
 
-        for name in ("run", "install_torch", "pip", "mend", "install_project", "verify"):
+        for name in ("run", "install_torch", "install_rest", "mend", "install_project", "verify"):
             record(name)
 
     def take(self) -> list[str]:
@@ -58,7 +58,7 @@ class Recorder:
         return done
 
 
-HOST_STEPS = ["run", "install_torch", "pip", "mend", "verify"]
+HOST_STEPS = ["run", "install_torch", "install_rest", "mend", "verify"]
 STACK = {"python": PYTHON, "packages": {"vllm-omni": "1.0", "torch": "2.0+cpu"}}
 
 
@@ -146,8 +146,11 @@ def test_mending_twice_changes_nothing_more(tool: ModuleType, tmp_path: Path) ->
     for file in (extension, library):
         file.parent.mkdir(parents=True)
         file.write_text("def _has_ops(): return False\n")
+    cached = tmp_path / "cached.py"
+    cached.hardlink_to(extension)
     environment = tool.Environment("1.0", tmp_path / "env")
     environment.mend()
+    assert cached.read_text() == "def _has_ops(): return False\n", "uv links its cache's files into the environment"
     once = extension.read_text()
     environment.mend()
     assert extension.read_text() == once
@@ -182,3 +185,24 @@ def test_plain_torch_with_its_dependencies_stands_in_for_a_missing_cpu_build(
     monkeypatch.setattr(tool.Environment, "run", run)
     tool.Environment("1.0", tmp_path / "env").install_torch("2.0+cpu")
     assert asked == installed
+
+
+@pytest.mark.parametrize(
+    ("fails", "installers"),
+    [("", ["pip", "uv"]), ("uv pip install", ["pip", "uv", "pip"]), ("--target", ["pip", "pip"])],
+)
+def test_pip_installs_what_uv_cannot(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, installers: list[str]
+) -> None:
+    asked: list[str] = []
+
+    def run(environment: Any, *command: Any, **options: Any) -> bool:
+        asked.append("uv" if Path(command[0]).name == "uv" else "pip")
+        return not fails or fails not in " ".join(str(word) for word in command)
+
+    monkeypatch.setattr(tool, "UV_HOME", tmp_path / "uv")
+    monkeypatch.setattr(tool.Environment, "run", run)
+    (tmp_path / "env").mkdir()
+    tool.Environment("1.0", tmp_path / "env").install_rest({"torch": "2.0+cpu", "vllm-omni": "1.0"})
+    assert asked == installers
+    assert (tmp_path / "env" / "requirements.txt").read_text() == "vllm-omni==1.0\n"
