@@ -9,25 +9,18 @@ whose item changes the deploy, and for any deploy where the caller wants it.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omni_speech_accel.anchors.deploy import DeployReport, explain
-from omni_speech_accel.deploy.blocks import Block, check_blocks, check_reached
-from omni_speech_accel.deploy.files import DeployFile, load_file, read_chain
-from omni_speech_accel.deploy.layering import (
-    ADDITIONAL,
-    check_additional,
-    check_connectors,
-    merged,
-    stage_ids,
-    stage_layers,
-)
+from omni_speech_accel.anchors.explain import DeployReport, explain
+from omni_speech_accel.deploy.blocks import Block
+from omni_speech_accel.deploy.check import Notice, check
+from omni_speech_accel.deploy.files import DeployFile, host_reader, read_chain, stock_folder
+from omni_speech_accel.deploy.layering import stage_ids, stage_layers
 from omni_speech_accel.deploy.pipelines import host_pipelines, pipeline_of, pipeline_stages
-from omni_speech_accel.deploy.profiles import PROFILES, Profile
+from omni_speech_accel.deploy.profiles import Profile, profile_of
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.settings import SettingsError, resolve
@@ -37,8 +30,7 @@ __all__ = ["Asked", "DeployView", "read_deploy"]
 
 _FULL_GRAPH = "fish_omni_full_graph"
 _FISH = "fish_omni"
-_NEAR_MISS = 0.7
-"""difflib ratio from which a platform's name counts as a misspelt one; ``gpu`` and ``npu`` reach 0.67."""
+_PLAIN = Notice("warning", "there is no reader of a host here: read as plain YAML, ${...} left as it stands.")
 
 
 @dataclass(frozen=True)
@@ -54,8 +46,8 @@ class Asked:
 class DeployView:
     """A deploy YAML with its bases. ``report``: what the host says to it, where it was asked.
 
-    ``guess``: what ``pipeline`` was guessed from, where no file says it. ``idle``: why a block does nothing, for each
-    that stands in a good place and does nothing there.
+    ``guess``: what ``pipeline`` was guessed from, where no file says it. ``notices``: what the server's log will
+    say of blocks that do nothing.
     """
 
     path: str
@@ -65,7 +57,7 @@ class DeployView:
     items: Mapping[str, Asked]
     report: DeployReport | None = None
     guess: str = ""
-    idle: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
 
     def asked(self, item: str) -> Asked | None:
         """What the deploy says about ``item``; ``None`` where it has no block."""
@@ -86,7 +78,7 @@ class DeployView:
     @property
     def profile(self) -> Profile | None:
         """The model's profile, where the pipeline is one that the table knows."""
-        return _profile(self.pipeline)
+        return profile_of(self.pipeline)
 
     @property
     def refusal(self) -> str:
@@ -106,39 +98,10 @@ def _options(item: ItemOptions) -> dict[str, Any]:
     return item.model_dump(exclude={"enabled"})
 
 
-def _profile(pipeline: str | None) -> Profile | None:
-    return next((profile for profile in PROFILES if profile.pipeline == pipeline), None)
-
-
 def _acts_in(patch: Patch, profile: Profile | None, stages: Sequence[int]) -> Sequence[int]:
     """The stages of a deploy whose settings decide on an item: the one that it acts in, else any."""
     number = profile.acts_in(patch) if profile is not None else None
     return [stage for stage in stages if number is None or stage == number]
-
-
-def _host_platforms() -> list[str]:
-    """Names of the platforms that the host has a package for, and ``cpu``, which is vLLM's own; none without a host."""
-    location = host.host_info().location
-    if location is None:
-        return []
-    return sorted({"cpu", *(path.parent.name for path in (location / "platforms").glob("*/platform.py"))})
-
-
-def _idle(blocks: Sequence[Block], profile: Profile | None) -> Iterator[str]:
-    """Why a block does nothing, for each that stands in a platform's section or at a stage and does nothing there."""
-    platforms = _host_platforms()
-    acting = sorted(profile.stages()) if profile is not None else []
-    for block in blocks:
-        section, _, stage = block.place.rpartition("stages[")
-        name = section.removeprefix("platforms.").removesuffix(".")
-        number = int(stage.split("]", 1)[0]) if f".{ADDITIONAL}." in stage else None
-        if section and platforms and name not in platforms:
-            near = difflib.get_close_matches(name.lower(), platforms, 1, _NEAR_MISS)
-            meant = f'; did you mean "{near[0]}"?' if near else "."
-            yield f'{block.where}: the host has no platform "{name}"{meant} It has {", ".join(platforms)}.'
-        elif profile is not None and number is not None and number not in acting:
-            stages = " and ".join(f"stage {one}" for one in acting)
-            yield f"{block.where}: no item acts in stage {number} of {profile.family}, only in {stages}."
 
 
 def _asked(content: Mapping[str, Any], pipeline: str | None, platform: str) -> dict[str, Asked]:
@@ -149,7 +112,7 @@ def _asked(content: Mapping[str, Any], pipeline: str | None, platform: str) -> d
     layers = {stage: stage_layers(content, stage, platform) for stage in stage_ids(content)}
     found: dict[str, Asked] = {}
     for patch in PATCHES:
-        for stage in _acts_in(patch, _profile(pipeline), list(layers)):
+        for stage in _acts_in(patch, profile_of(pipeline), list(layers)):
             settings = resolve(*layers[stage])
             known = found.get(patch.key)
             if not settings.present or (known is not None and (known.enabled or not settings.enabled(patch.key))):
@@ -172,23 +135,17 @@ def read_deploy(deploy_config: str | Path, platform: str, *, ask_host: bool = Fa
         FileNotFoundError: A file of the chain is missing.
         SettingsError: A block is wrong, or stands where it reaches no stage.
     """
-    location = host.host_info().location
-    stock = (location or Path("/nonexistent")) / "deploy"
-    path = _find(deploy_config, stock)
-    files = read_chain(path, load_file, stock)
-    blocks = check_blocks(files)
+    path = _find(deploy_config, stock_folder())
+    files = read_chain(path)
     pipeline, guess = pipeline_of(files)
-    content = merged(files)
-    check_connectors(content, str(path))
-    check_additional(content, platform, str(path))
-    check_blocks((DeployFile(str(path), content, False),))  # a place can be spoilt by another file of the chain
-    check_reached(content, platform, blocks, pipeline_stages(host_pipelines().get(pipeline or "")))
-    asked = _asked(content, pipeline, platform)
-    idle = tuple(_idle(blocks, _profile(pipeline)))
-    view = DeployView(str(path), files, pipeline, blocks, asked, guess=guess, idle=idle)
+    stages = pipeline_stages(host_pipelines().get(pipeline or ""))
+    checked = check(files, platform, stages=stages, pipeline=pipeline)
+    notices = checked.notices if host_reader() is not None else (*checked.notices, _PLAIN)
+    asked = _asked(checked.content, pipeline, platform) if checked.blocks else {}
+    view = DeployView(str(path), files, pipeline, checked.blocks, asked, guess=guess, notices=notices)
     # The host refuses some deploys on NPU; which, it alone can tell where the pipeline is unknown.
     unknown = pipeline is None and platform == "npu"
-    if location is None or not (ask_host or unknown or pipeline == _FISH):
+    if host.host_info().location is None or not (ask_host or unknown or pipeline == _FISH):
         return view
     report = explain(path, pipeline=pipeline, platform=platform)
     if report.error:

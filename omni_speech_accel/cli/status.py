@@ -327,8 +327,8 @@ def _deploy_notes(view: DeployView, items: Sequence[ItemStatus]) -> Iterator[Not
         yield Note("warning", f"{view.path}: {NO_PIPELINE}; no item is counted as on.")
     elif view.guess:
         yield Note("hint", f"taken for pipeline: {view.pipeline}, for {view.guess}; a line that says so settles it.")
-    for text in view.idle:
-        yield Note("warning", text)
+    for notice in view.notices:
+        yield Note(notice.level, notice.text)
     for item in items:
         if item.explicit and item.state == NOT_APPLIED:
             yield Note("error", f"{item.key} is asked for by name and cannot be had: {item.reason}")

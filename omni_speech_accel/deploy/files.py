@@ -1,43 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every ``omni_speech_accel`` block of a deploy YAML and its ``base_config`` chain, and whether it reaches a stage.
+"""A deploy YAML and its ``base_config`` chain, read as the host reads them.
 
-The host accepts unknown keys in some places, rejects them in others and drops
-them without a word in the rest. A block in a place that reaches nothing would
-leave a server stock that its owner believes accelerated, so it is an error
-here, found before any stage process starts.
-
-Nothing here knows the host: what reads a file, and which folder holds the
-host's own deploy files, is handed in.
+The host's reader resolves interpolations, merge keys and tabs in ways of its
+own, so its own module is used, loaded from its file: the host package as a
+whole takes ten seconds to import, and ``status`` answers in one.
 """
 
 from __future__ import annotations
 
-import os
-import re
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.settings import SettingsError
 
-__all__ = [
-    "DeployFile",
-    "check_shape",
-    "expanded",
-    "load_file",
-    "read_chain",
-]
-
-Loader = Callable[[Path], Mapping[str, Any]]
-
+__all__ = ["DeployFile", "check_shape", "host_reader", "load_file", "read_chain", "stock_folder"]
 
 _BASE = "base_config"
-
-_ENVIRONMENT = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
-"""OmegaConf's environment resolver, the host's YAML reader."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +34,69 @@ class DeployFile:
     stock: bool
 
 
-def read_chain(path: Path, load: Loader, stock_folder: Path) -> tuple[DeployFile, ...]:
+def stock_folder() -> Path:
+    """The host's own deploy folder; a path that does not exist where no host is installed."""
+    return (host.host_info().location or Path("/nonexistent")) / "deploy"
+
+
+@lru_cache(maxsize=1)
+def host_reader() -> Callable[[Path], Any] | None:
+    """The host's YAML reader; ``None`` where no host is installed or it keeps its reader elsewhere."""
+    location = host.host_info().location
+    path = location / "config" / "yaml_util.py" if location is not None else None
+    if path is None or not path.is_file():
+        return None
+    spec = importlib.util.spec_from_file_location("omni_speech_accel_host_yaml_util", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        load, to_dict = module.load_yaml_config, module.to_dict
+    except (ImportError, AttributeError):
+        return None
+    return lambda file: to_dict(load(file))
+
+
+def _plain(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def load_file(path: Path) -> Mapping[str, Any]:
+    """A deploy file's content, its interpolations resolved; as plain YAML where there is no :func:`host_reader`.
+
+    Raises:
+        SettingsError: It is no YAML that the host could read as a deploy.
+    """
+    try:
+        content = (host_reader() or _plain)(path)
+    # OmegaConf's own errors share no base but Exception with each other, with PyYAML's and with the codec's.
+    except Exception as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        raise SettingsError(f"{path} is no valid YAML: {error}") from error
+    if content is not None and not isinstance(content, Mapping):
+        raise SettingsError(f"{path} holds no mapping")
+    return content or {}
+
+
+def read_chain(path: Path, folder: Path | None = None) -> tuple[DeployFile, ...]:
     """The deploy file ``path`` and its bases, the overlay first.
 
     A relative ``base_config`` is looked for beside the file that names it, as
     the host does.
 
+    Args:
+        path: The uppermost file.
+        folder: The host's deploy folder; default: the installed one.
+
     Raises:
         FileNotFoundError: A file of the chain is missing; the message names who asked for it.
-        SettingsError: The chain runs in a circle.
+        SettingsError: The chain runs in a circle, or a file cannot be read.
     """
     files: list[DeployFile] = []
     seen: set[Path] = set()
-    stock_root = stock_folder.resolve()
+    stock_root = (folder or stock_folder()).resolve()
     asked_by = ""
     while True:
         real = path.resolve()
@@ -72,43 +107,13 @@ def read_chain(path: Path, load: Loader, stock_folder: Path) -> tuple[DeployFile
         if real in seen:
             raise SettingsError(f"{asked_by}{path} closes a circle of {_BASE} files")
         seen.add(real)
-        content = load(path) or {}
+        content = load_file(path)
         files.append(DeployFile(str(path), content, real.is_relative_to(stock_root)))
         base = content.get(_BASE)
         if base is None:
             return tuple(files)
         asked_by = f"{path}: {_BASE}: "
-        path = path.parent / _expand(str(base), asked_by)
-
-
-def _expand(text: str, asked_by: str) -> str:
-    """``text`` with the host's ``${oc.env:NAME}`` replaced, for a loader that leaves it as it stands."""
-
-    def value(match: re.Match[str]) -> str:
-        found = os.environ.get(match["name"], match["default"])
-        if found is None:
-            raise FileNotFoundError(f"{asked_by}the environment variable {match['name']} is not set")
-        return found
-
-    return _ENVIRONMENT.sub(value, text)
-
-
-def expanded(node: Any, asked_by: str) -> Any:
-    """A file's content with every ``${oc.env:NAME}`` replaced, for a loader that leaves them as they stand.
-
-    Raises:
-        FileNotFoundError: A variable is not set and has no default.
-    """
-    if isinstance(node, Mapping):
-        return {key: expanded(value, f"{asked_by}{key}: ") for key, value in node.items()}
-    if isinstance(node, list):
-        return [expanded(value, asked_by) for value in node]
-    if not isinstance(node, str):
-        return node
-    whole = _ENVIRONMENT.fullmatch(node)
-    if whole and whole["name"] not in os.environ and (whole["default"] or "").strip() == "null":
-        return None
-    return _expand(node, asked_by)
+        path = path.parent / str(base)
 
 
 def check_shape(content: Mapping[str, Any], file: str) -> None:
@@ -153,7 +158,7 @@ def _check_stages(node: Mapping[str, Any], at: str, file: str) -> None:
         where = f"{place}[{index}]"
         if "stage_id" not in _whole(stage, where, file):
             raise SettingsError(f"{file}: {where} has no stage_id")
-        _mapping(stage, "engine_extras", file, where)
+        _mapping(stage, "engine_extras", file, where, null=not at)
         for side in ("input_connectors", "output_connectors"):
             for key, connector in _mapping(stage, side, file, where).items():
                 if not isinstance(connector, str):
@@ -167,34 +172,3 @@ def _check_stages(node: Mapping[str, Any], at: str, file: str) -> None:
             listed = isinstance(sizes, list) and all(isinstance(size, int | str) for size in sizes)
             if sizes is not None and not listed:
                 raise _wrong(file, f"{where}.compilation_config.cudagraph_capture_sizes", "a list of numbers", sizes)
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, as the host's loader does."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping, from keys that are all different."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.tag == yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def load_file(path: Path) -> Mapping[str, Any]:
-    """A deploy file's content, its environment variables replaced.
-
-    Raises:
-        SettingsError: It is no YAML that the host could read as a deploy.
-    """
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is no valid YAML: {error}") from error
-    if content is not None and not isinstance(content, Mapping):
-        raise SettingsError(f"{path} holds no mapping")
-    found: Mapping[str, Any] = expanded(content or {}, f"{path}: ")
-    check_shape(found, str(path))
-    return found

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks reach which stage of a deploy, told from its files alone.
+"""What a stage of a deploy is handed, told from its files alone.
 
-The host's rules, restated for a reader that may not import it: how a file is
-laid over its base, which connector a stage reads, and what a platform's section
-does to ``additional_config``. The tests hold each against the host's own loader.
+The host's rules, restated once for a reader that may not import it: how a file
+is laid over its base, which connector a stage reads, and what a platform's
+section does to ``additional_config``. The tests hold each against the host's
+own loader.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from omni_speech_accel.plugin.settings import BLOCK, SettingsError
 
 __all__ = [
     "ADDITIONAL",
+    "SIDES",
     "check_additional",
-    "check_connectors",
     "merged",
+    "own_additional",
+    "section_additional",
     "stage_ids",
     "stage_layers",
+    "transfer",
 ]
 
 ADDITIONAL = "additional_config"
+SIDES = {"input_connectors": "from_stage_", "output_connectors": "to_stage_"}
+"""The keys of a stage that name its connectors, and what stands before the other stage's number there."""
 _NESTED = frozenset(
     {"default_sampling_params", "default_pooling_params", "subtalker_sampling_params", "engine_extras", "engine_args"}
 )
@@ -31,6 +37,7 @@ _NESTED = frozenset(
 ``config.stage_config``."""
 
 Layer = tuple[str, Any]
+Edge = tuple[str, str]
 
 
 def _deep(base: Any, overlay: Any) -> Any:
@@ -41,11 +48,11 @@ def _deep(base: Any, overlay: Any) -> Any:
 
 
 def _stages(base: Sequence[Mapping[str, Any]], overlay: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    found = {stage.get("stage_id"): stage for stage in base}
+    found = {stage["stage_id"]: stage for stage in base}
     for stage in overlay:
-        below = found.get(stage.get("stage_id"), {})
+        below = found.get(stage["stage_id"], {})
         nested = {key: _deep(below[key], stage[key]) for key in _NESTED if key in below and key in stage}
-        found[stage.get("stage_id")] = {**below, **stage, **nested}
+        found[stage["stage_id"]] = {**below, **stage, **nested}
     return list(found.values())
 
 
@@ -58,100 +65,159 @@ def _platforms(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str,
 
 
 def merged(files: Sequence[DeployFile]) -> dict[str, Any]:
-    """The chain ``files`` (the overlay first) as the one deploy that the host makes of it."""
-    result: dict[str, Any] = {}
-    for file in reversed(files):
+    """The chain ``files`` (the overlay first) as the one deploy that the host makes of it.
+
+    A file without a base stays as it is, entries of one ``stage_id`` included. Source: ``resolve_deploy_yaml``.
+    """
+    result = dict(files[-1].content)
+    for file in reversed(files[:-1]):
+        below, above = result, file.content
         result = {
-            **result,
-            **file.content,
-            "connectors": _deep(result.get("connectors") or {}, file.content.get("connectors") or {}),
-            "stages": _stages(result.get("stages") or (), file.content.get("stages") or ()),
-            "platforms": _platforms(result.get("platforms") or {}, file.content.get("platforms") or {}),
+            **below,
+            **above,
+            "connectors": _deep(below.get("connectors") or {}, above.get("connectors") or {}),
+            "stages": _stages(below.get("stages") or (), above.get("stages") or ()),
+            "platforms": _platforms(below.get("platforms") or {}, above.get("platforms") or {}),
         }
     return result
 
 
 def stage_ids(content: Mapping[str, Any]) -> list[int]:
-    """Numbers of the stages that a deploy's content lists."""
-    return [stage["stage_id"] for stage in content.get("stages") or () if isinstance(stage.get("stage_id"), int)]
+    """Numbers of the stages that a deploy's content lists, each once."""
+    numbers = (stage["stage_id"] for stage in content.get("stages") or ())
+    return list(dict.fromkeys(number for number in numbers if isinstance(number, int)))
 
 
-def own_additional(stage: Mapping[str, Any]) -> Any:
-    """A stage's ``additional_config``, from the three places that the host reads it from; ``None`` without one."""
-    found = None
-    for holder in (stage.get("engine_extras"), stage, stage.get("engine_args")):
-        if isinstance(holder, Mapping) and ADDITIONAL in holder:
-            found = _deep(found, holder[ADDITIONAL])
-    return found
+def _part(holder: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {ADDITIONAL: holder[ADDITIONAL]} if holder and ADDITIONAL in holder else {}
 
 
-def platform_entries(content: Mapping[str, Any], platform: str | None) -> Iterator[Mapping[str, Any]]:
-    section = (content.get("platforms") or {}).get(platform) or {}
-    yield from (entry for entry in section.get("stages") or () if isinstance(entry, Mapping))
+def own_additional(content: Mapping[str, Any], stage: int) -> Any:
+    """The ``additional_config`` of ``stage`` before a platform's section; ``None`` without one.
+
+    From the three places that the host reads it from, of the last entry of the stage: the host keeps that one alone.
+    """
+    entries = [entry for entry in content.get("stages") or () if entry["stage_id"] == stage]
+    if not entries:
+        return None
+    flat = _deep(_part(entries[-1]), _part(entries[-1].get("engine_args")))
+    return _deep(_part(entries[-1].get("engine_extras")), flat).get(ADDITIONAL)
 
 
-def additional_after(entry: Mapping[str, Any], before: Any) -> Any:
-    """What a platform's entry of a stage leaves as its ``additional_config``, which is ``before`` without the entry."""
+def section_additional(content: Mapping[str, Any], stage: int, platform: str | None, before: Any) -> Any:
+    """What a platform's section leaves as the ``additional_config`` of ``stage``, which is ``before`` without it."""
     after = before
-    # In the entry's own order: the host applies key by key, and a later one replaces an earlier one's mapping.
-    for key, value in entry.get("engine_args", entry).items():
-        if key == ADDITIONAL:
-            after = value
-        elif key == "engine_extras" and isinstance(value, Mapping) and ADDITIONAL in value:
-            after = value[ADDITIONAL]
+    section = (content.get("platforms") or {}).get(platform) or {}
+    for entry in section.get("stages") or ():
+        if entry["stage_id"] != stage:
+            continue
+        # In the entry's own order: the host applies key by key, and a later one replaces an earlier one's mapping.
+        for key, value in entry.get("engine_args", entry).items():
+            if key == ADDITIONAL:
+                after = value
+            elif key == "engine_extras" and isinstance(value, Mapping) and ADDITIONAL in value:
+                after = value[ADDITIONAL]
     return after
 
 
-def edge_extras(content: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Connector ``extra`` of each edge (from stage, to stage); the side that is read first decides."""
-    known = content.get("connectors") or {}
-    edges: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for stage in content.get("stages") or ():
-        own = str(stage.get("stage_id"))
-        for side, prefix in (("input_connectors", "from_stage_"), ("output_connectors", "to_stage_")):
-            for key, reference in (stage.get(side) or {}).items():
-                other = str(key).replace(prefix, "")
-                edge = (other, own) if side == "input_connectors" else (own, other)
-                connector = known.get(reference) if isinstance(reference, str) else reference
-                extra = connector.get("extra") if isinstance(connector, Mapping) else None
-                edges.setdefault(edge, extra if isinstance(extra, Mapping) else {})
-    return edges
+def _additional(content: Mapping[str, Any], stage: int, platform: str | None) -> Any:
+    """The ``additional_config`` that ``stage`` starts with; a section's entry of a stage not listed does nothing."""
+    if stage not in stage_ids(content):
+        return None
+    return section_additional(content, stage, platform, own_additional(content, stage))
 
 
-def connector_extra(content: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
-    """The ``extra`` that the host hands to ``stage``: of an edge into it, else of one out of it.
-
-    Source: ``engine.stage_init_utils.get_stage_connector_spec``.
-    """
-    edges = edge_extras(content)
-    for side in (1, 0):
-        for edge, extra in edges.items():
-            if edge[side] == str(stage):
-                return extra
-    return {}
-
-
-def _stage_additional(content: Mapping[str, Any], stage: int, platform: str | None) -> Any:
-    """The ``additional_config`` of ``stage`` with the platform's section applied; ``None`` without one."""
-    stages: list[Mapping[str, Any]] = content.get("stages") or []
-    entries = [entry for entry in stages if entry.get("stage_id") == stage]
-    config = own_additional(entries[0]) if entries else None
-    for override in platform_entries(content, platform):
-        if override.get("stage_id") == stage:
-            config = additional_after(override, config)
-    return config
-
-
-def check_additional(content: Mapping[str, Any], platform: str | None, file: str) -> None:
+def check_additional(
+    content: Mapping[str, Any], platform: str | None, file: str, known: frozenset[int] | None = None
+) -> None:
     """Stop at a stage's ``additional_config`` that the host refuses: it takes a mapping or null, no JSON text.
 
     Raises:
         SettingsError: It is something else, once the chain is merged and the platform's section applied.
     """
     for stage in stage_ids(content):
-        config = _stage_additional(content, stage, platform)
-        if config is not None and not isinstance(config, Mapping):
+        config = _additional(content, stage, platform)
+        started = known is None or stage in known
+        if started and config is not None and not isinstance(config, Mapping):
             raise SettingsError(f"{file}: {ADDITIONAL} of stage {stage} must be a mapping, not {config!r}")
+
+
+class _Refused(Exception):
+    """The host makes no transfer config of this deploy, for the reason given."""
+
+
+def _connectors(content: Mapping[str, Any]) -> Iterator[tuple[str, Edge, Mapping[str, Any]]]:
+    """``(place, edge, connector)`` in the order in which the host reads them."""
+    runtime = content.get("runtime") or {}
+    known = (runtime if "connectors" in runtime else content).get("connectors") or {}
+    for stage in content.get("stages") or ():
+        own = str(stage["stage_id"])
+        for side, prefix in SIDES.items():
+            at = f"stages[{own}].{side}"
+            if side not in stage:
+                continue
+            if stage[side] is None:
+                raise _Refused(f"{at} is null")
+            for key, reference in stage[side].items():
+                if not isinstance(key, str):
+                    raise _Refused(f"{at}: the key {key!r} must be text")
+                if isinstance(reference, str) and reference not in known:
+                    raise _Refused(f"{at}.{key}: Undefined connector reference: {reference}")
+                inline = not isinstance(reference, str)
+                other = key.replace(prefix, "")
+                edge = (other, own) if side == "input_connectors" else (own, other)
+                place = f"{at}.{key}" if inline else f"connectors.{reference}"
+                yield place, edge, reference if inline else known[reference]
+
+
+def transfer(content: Mapping[str, Any]) -> tuple[dict[Edge, Mapping[str, Any]], str]:
+    """Connector ``extra`` of each edge (from stage, to stage), and why the host makes no edge at all, or ``""``.
+
+    The side that is read first decides an edge. One mistake anywhere, and the host logs a line and hands no connector
+    to any stage. Source: ``omni_connectors.utils.initialization.load_omni_transfer_config``.
+    """
+    edges: dict[Edge, Mapping[str, Any]] = {}
+    names: dict[Edge, Any] = {}
+    try:
+        for place, edge, connector in _connectors(content):
+            if "name" not in connector:
+                raise _Refused(f"{place} has no name (name: SharedMemoryConnector, for one)")
+            if names.setdefault(edge, connector["name"]) != connector["name"]:
+                kinds = f"{names[edge]} and {connector['name']}"
+                raise _Refused(f"Connector type mismatch for edge {'->'.join(edge)}: {kinds} ({place})")
+            edges.setdefault(edge, connector.get("extra", {}))
+    except _Refused as reason:
+        return {}, str(reason)
+    # Edges of the file without a connector get one of the host's, with an empty extra.
+    listed = (content.get("runtime") or {}).get("edges", content.get("edges"))
+    for entry in listed if isinstance(listed, list) else ():
+        if not isinstance(entry, Mapping):
+            break
+        ends = (entry.get("from"), entry.get("to"))
+        if None not in ends:
+            edges.setdefault((str(ends[0]), str(ends[1])), {})
+    return edges, ""
+
+
+def _numbered(edge: Edge) -> bool:
+    try:
+        return bool([int(end) for end in edge])
+    except ValueError:
+        return False
+
+
+def connector_extra(content: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
+    """The ``extra`` that the host hands to ``stage``: of an edge into it, else of one out of it.
+
+    Source: ``engine.stage_init_utils.get_stage_connector_spec``. Stage 0 reads its edges of both ways in their order.
+    """
+    edges, _ = transfer(content)
+    own = str(stage)
+    received = [edge for edge in edges if edge[1] == own or (edge[0] == own == "0")]
+    sent = [edge for edge in edges if edge[0] == own]
+    # The host drops all edges of the first kind where one of them has no number.
+    usable = [*(received if all(map(_numbered, received)) else ()), *sent]
+    return edges[usable[0]] if usable else {}
 
 
 def stage_layers(content: Mapping[str, Any], stage: int, platform: str | None) -> list[Layer]:
@@ -160,36 +226,7 @@ def stage_layers(content: Mapping[str, Any], stage: int, platform: str | None) -
     extra = connector_extra(content, stage)
     if BLOCK in extra:
         layers.append((f"connectors.*.extra.{BLOCK}", extra[BLOCK]))
-    config = _stage_additional(content, stage, platform)
+    config = _additional(content, stage, platform)
     if isinstance(config, Mapping) and BLOCK in config:
         layers.append((f"stages[{stage}].{ADDITIONAL}.{BLOCK}", config[BLOCK]))
     return layers
-
-
-def used_connectors(content: Mapping[str, Any]) -> set[str]:
-    """Connectors that a stage of the deploy uses."""
-    return {
-        name
-        for stage in content.get("stages") or ()
-        for side in ("input_connectors", "output_connectors")
-        for name in (stage.get(side) or {}).values()
-        if isinstance(name, str)
-    }
-
-
-def check_connectors(content: Mapping[str, Any], file: str) -> None:
-    """Stop at a connector that a stage of the merged deploy uses and the host cannot make.
-
-    Raises:
-        SettingsError: It has no ``name``, the kind of connector that the host makes.
-    """
-    known = content.get("connectors") or {}
-    used = {f"connectors.{name}": known[name] for name in used_connectors(content) if name in known}
-    for stage in content.get("stages") or ():
-        for side in ("input_connectors", "output_connectors"):
-            for key, connector in (stage.get(side) or {}).items():
-                if isinstance(connector, Mapping):
-                    used[f"stages[{stage['stage_id']}].{side}.{key}"] = connector
-    for place, connector in used.items():
-        if "name" not in connector:
-            raise SettingsError(f"{file}: {place} has no name (name: SharedMemoryConnector, for one)")

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from omni_speech_accel.deploy.blocks import check_blocks, check_reached
-from omni_speech_accel.deploy.files import DeployFile, load_file, read_chain
-from omni_speech_accel.deploy.layering import ADDITIONAL, check_connectors, merged, stage_ids, stage_layers
+from omni_speech_accel.deploy.check import check
+from omni_speech_accel.deploy.files import DeployFile, check_shape, read_chain
+from omni_speech_accel.deploy.layering import ADDITIONAL, merged, stage_ids, stage_layers
 from omni_speech_accel.deploy.pipelines import pipeline_of
-from omni_speech_accel.deploy.profiles import PROFILES, Profile
+from omni_speech_accel.deploy.profiles import Profile, profile_for, profile_of
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError, parse_block
@@ -45,8 +45,10 @@ def unavailable(profile: Profile) -> dict[str, str]:
 
 
 def _chain(base: str) -> tuple[DeployFile, ...]:
-    stock = (host.host_info().location or Path("/nonexistent")) / "deploy"
-    return read_chain(Path(base), load_file, stock)
+    files = read_chain(Path(base))
+    for file in files:
+        check_shape(file.content, file.path)
+    return files
 
 
 def replaced(base: str, profile: Profile) -> dict[str, Any]:
@@ -69,11 +71,10 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def _check_pipeline(base: str, files: tuple[DeployFile, ...], profile: Profile, asked: bool) -> None:
     pipeline, _ = pipeline_of(files)
-    families = {known.pipeline: known.family for known in PROFILES}
-    family = families.get(pipeline or "")
-    if family == profile.family or pipeline is None or (family is None and asked):
+    known = profile_of(pipeline)
+    if pipeline is None or pipeline == profile.pipeline or (known is None and asked):
         return
-    if family is None:
+    if known is None:
         raise SettingsError(f"{base} is for the pipeline {pipeline}, in which no item acts")
     raise SettingsError(f"{base} is for the pipeline {pipeline}, and profile {profile.key} for {profile.model}")
 
@@ -106,12 +107,9 @@ def check_overlay(text: str, base: str, profile: Profile, *, asked: bool) -> Non
     _check_pipeline(base, files, profile, asked)
     _check_stages(base, stage_ids(merged(files)), profile)
     files = (DeployFile("the overlay", yaml.safe_load(text), False), *files)
-    blocks = check_blocks(files)
-    content = merged(files)
-    check_connectors(content, base)
     for device in profile.devices or profile.platforms:
         try:
-            check_reached(content, device, blocks)
+            content = check(files, device, pipeline=profile.pipeline).content
         except SettingsError as lost:
             raise SettingsError(f"{lost}{_instead(profile)}") from None
         if not any(stage_layers(content, stage, device) for stage in profile.stages()):
@@ -123,8 +121,7 @@ def check_overlay(text: str, base: str, profile: Profile, *, asked: bool) -> Non
 
 def _instead(profile: Profile) -> str:
     """Which option of `config` puts the block elsewhere, where there is one."""
-    usual = next(known for known in PROFILES if known.key == profile.key)
-    if usual.place[0] == "stages":
+    if profile_for(profile.key).place[0] == "stages":
         return ""
     return " (leave --place out)" if profile.place[0] == "stages" else " (use --place additional_config)"
 

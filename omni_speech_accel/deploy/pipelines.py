@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from omni_speech_accel.deploy.files import DeployFile
-from omni_speech_accel.deploy.layering import merged
 from omni_speech_accel.host import source as host
 
 __all__ = ["HostPipeline", "host_pipelines", "pipeline_of", "pipeline_stages"]
@@ -97,8 +96,9 @@ def _named(file: DeployFile, folder: Path) -> str | None:
 
 
 def _extra_keys(content: Mapping[str, Any]) -> set[str]:
-    connectors = (content.get("connectors") or {}).values()
-    extras = [connector.get("extra") for connector in connectors if isinstance(connector, Mapping)]
+    connectors = content.get("connectors")
+    named = connectors.values() if isinstance(connectors, Mapping) else ()
+    extras = [connector.get("extra") for connector in named if isinstance(connector, Mapping)]
     return {str(key) for extra in extras if isinstance(extra, Mapping) for key in extra}
 
 
@@ -117,15 +117,15 @@ def _own_keys(folder: Path) -> dict[str, str]:
     return {key: pipeline for key, pipeline in single.items() if pipeline is not None}
 
 
-def pipeline_of(files: tuple[DeployFile, ...]) -> tuple[str | None, str]:
+def pipeline_of(files: Sequence[DeployFile]) -> tuple[str | None, str]:
     """The pipeline that a deploy is for, and what it was guessed from (``""``: the chain says it).
 
     It is what a file says, else the one whose host file ends the chain. A copy of a host file is told by its
     name, then by keys that the host's files have for one pipeline alone.
     """
-    content = merged(files)
-    if content.get("pipeline"):
-        return str(content["pipeline"]), ""
+    named = next((file.content["pipeline"] for file in files if "pipeline" in file.content), None)
+    if named:
+        return str(named), ""
     location = host.host_info().location
     if location is None:
         return None, ""
@@ -136,7 +136,7 @@ def pipeline_of(files: tuple[DeployFile, ...]) -> tuple[str | None, str]:
             if pipeline is not None:
                 return pipeline, "" if stock else f"{file.path} has the name of the host's file"
     own = _own_keys(folder)
-    keys = sorted(_extra_keys(content) & set(own))
+    keys = sorted({key for file in files for key in _extra_keys(file.content)} & set(own))
     fitting = {own[key] for key in keys}
     if len(fitting) == 1:
         return fitting.pop(), f"{', '.join(keys[:2])} among the connectors' keys"

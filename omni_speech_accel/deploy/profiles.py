@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from omni_speech_accel.plugin.table import CODE2WAV, FISH_OMNI, PATCHES, TOKEN2WAV, Patch, StageModel
 
-__all__ = ["PROFILES", "Profile", "profile_for", "suggest_profile"]
+__all__ = ["PROFILES", "Profile", "profile_for", "profile_of", "suggest_profile"]
 
 _SHM = "connector_of_shared_memory"
 _DEVICES = {"cuda": "NVIDIA GPUs", "npu": "Ascend NPUs", "cpu": "CPUs"}
@@ -123,6 +123,11 @@ def profile_for(key: str) -> Profile:
         if profile.key == key:
             return profile
     raise KeyError(key)
+
+
+def profile_of(pipeline: str | None) -> Profile | None:
+    """The first profile of a pipeline of the host, ``None`` where no item is for it."""
+    return next((profile for profile in PROFILES if profile.pipeline == pipeline), None)
 
 
 def suggest_profile(base: str, platform: str) -> Profile | None:

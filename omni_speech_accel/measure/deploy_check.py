@@ -17,7 +17,7 @@ from omni_speech_accel.measure.compare import Difference
 from omni_speech_accel.measure.workbench import Outcome, Workbench
 
 if TYPE_CHECKING:
-    from omni_speech_accel.anchors.deploy import DeployReport
+    from omni_speech_accel.anchors.explain import DeployReport
 
 __all__ = ["check_full_graph"]
 
@@ -28,7 +28,7 @@ def judged_overlay(profile: Profile, items: Mapping[str, bool]) -> DeployReport:
     Raises:
         Unavailable: The host is not installed.
     """
-    from omni_speech_accel.anchors.deploy import explain
+    from omni_speech_accel.anchors.explain import explain
 
     location = host.host_info().location
     if location is None:

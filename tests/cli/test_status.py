@@ -382,7 +382,7 @@ def test_a_value_from_the_environment_is_read_as_the_host_reads_it(
         found = items(collect(path, platform=CUDA))
         assert (found["s3_graph"].state, found["speaker_graph"].state) == (state, "off")
     monkeypatch.delenv("GRAPH")
-    with pytest.raises(FileNotFoundError, match=r"my\.yaml.*s3_graph: the environment variable GRAPH is not set"):
+    with pytest.raises(SettingsError, match=r"(?s)my\.yaml.*Environment variable 'GRAPH' not found.*s3_graph"):
         collect(path, platform=CUDA)
 
 
@@ -413,7 +413,7 @@ def test_a_key_that_is_there_twice_is_an_error_as_on_the_host(tmp_path: Path) ->
         ({"stages": [{"stage_id": 0, "output_connectors": {"to_stage_1": {"extra": {}}}}]}, "to_stage_1 has no name"),
         ({"platforms": {"npu": [1]}}, "platforms.npu must be a mapping"),
         ({"platforms": {"npu": {"stages": [None]}}}, "platforms.npu.stages[0] must be a mapping"),
-        ({"base_config": None, "connectors": {"c": {"extra": {}}}, "stages": [{
+        ({"base_config": None, "connectors": {"c": {"extra": {"omni_speech_accel": True}}}, "stages": [{
             "stage_id": 0, "output_connectors": {"to_stage_1": "c"}}]}, "connectors.c has no name"),
     ],
 )  # fmt: skip
@@ -421,7 +421,8 @@ def test_a_deploy_of_the_wrong_shape_is_an_error_with_its_place(
     tmp_path: Path, base: str, content: dict[str, Any], words: str
 ) -> None:
     path = deploy(tmp_path, True, base=base)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **content}))
+    block = {"stages": [{"stage_id": 0, "additional_config": {"omni_speech_accel": True}}]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **block, **content}))
     with pytest.raises(SettingsError, match=r"my\.yaml") as error:
         collect(path, platform=NPU)
     assert words in str(error.value)

@@ -112,7 +112,7 @@ def test_misspelt_item_is_named_with_file_place_and_nearest_item(tmp_path: Path)
     path = tmp_path / "my.yaml"
     path.write_text("stages: [{stage_id: 2, additional_config: {omni_speech_accel: {speaker_grph: true}}}]")
     with pytest.raises(SettingsError) as caught:
-        check_blocks(read_chain(path, load, tmp_path / "deploy"))
+        check_blocks(read_chain(path, tmp_path / "deploy"))
     message = str(caught.value)
     assert str(path) in message
     assert (
@@ -125,7 +125,7 @@ def test_wrong_block_in_a_base_file_is_found_and_that_file_is_named(tmp_path: Pa
     (tmp_path / "base.yaml").write_text("omni_speech_accel: true")
     (tmp_path / "my.yaml").write_text("base_config: base.yaml")
     with pytest.raises(SettingsError, match=r"base\.yaml: omni_speech_accel: the host ignores"):
-        check_blocks(read_chain(tmp_path / "my.yaml", load, tmp_path / "deploy"))
+        check_blocks(read_chain(tmp_path / "my.yaml", tmp_path / "deploy"))
 
 
 def test_chain_knows_the_files_of_the_host(tmp_path: Path) -> None:
@@ -135,13 +135,13 @@ def test_chain_knows_the_files_of_the_host(tmp_path: Path) -> None:
     (tmp_path / "mid.yaml").write_text("base_config: host/deploy/model.yaml")
     (tmp_path / "link.yaml").symlink_to(folder / "model.yaml")
     (tmp_path / "top.yaml").write_text("base_config: mid.yaml")
-    chain = read_chain(tmp_path / "top.yaml", load, folder)
+    chain = read_chain(tmp_path / "top.yaml", folder)
     assert [(Path(file.path).name, file.stock) for file in chain] == [
         ("top.yaml", False),
         ("mid.yaml", False),
         ("model.yaml", True),
     ]
-    assert [file.stock for file in read_chain(tmp_path / "link.yaml", load, folder)] == [True]
+    assert [file.stock for file in read_chain(tmp_path / "link.yaml", folder)] == [True]
 
 
 def test_missing_base_names_who_asks_and_where_the_host_has_one(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_missing_base_names_who_asks_and_where_the_host_has_one(tmp_path: Path) 
     (tmp_path / "deploy" / "model.yaml").write_text("{}")
     (tmp_path / "my.yaml").write_text("base_config: model.yaml")
     with pytest.raises(FileNotFoundError) as caught:
-        read_chain(tmp_path / "my.yaml", load, tmp_path / "deploy")
+        read_chain(tmp_path / "my.yaml", tmp_path / "deploy")
     assert str(tmp_path / "my.yaml") in str(caught.value)
     assert str(tmp_path / "deploy" / "model.yaml") in str(caught.value)
 
@@ -163,10 +163,10 @@ def test_environment_variable_in_base_config_is_read_as_the_host_reads_it(
     (tmp_path / "deploy" / "model.yaml").write_text("async_chunk: true")
     (tmp_path / "my.yaml").write_text('base_config: "${oc.env:OMNI_DEPLOY_DIR}/${oc.env:NO_SUCH,model}.yaml"')
     monkeypatch.delenv("OMNI_DEPLOY_DIR", raising=False)
-    with pytest.raises(FileNotFoundError, match="OMNI_DEPLOY_DIR is not set"):
-        read_chain(tmp_path / "my.yaml", load, tmp_path / "deploy")
+    with pytest.raises(SettingsError, match=r"my\.yaml.*'OMNI_DEPLOY_DIR' not found"):
+        read_chain(tmp_path / "my.yaml", tmp_path / "deploy")
     monkeypatch.setenv("OMNI_DEPLOY_DIR", str(tmp_path / "deploy"))
-    assert [file.stock for file in read_chain(tmp_path / "my.yaml", load, tmp_path / "deploy")] == [False, True]
+    assert [file.stock for file in read_chain(tmp_path / "my.yaml", tmp_path / "deploy")] == [False, True]
     assert resolve_deploy_yaml(tmp_path / "my.yaml")["async_chunk"] is True
 
 
@@ -174,7 +174,7 @@ def test_circle_of_bases_is_an_error_not_a_hang(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base_config: b.yaml")
     (tmp_path / "b.yaml").write_text("base_config: a.yaml")
     with pytest.raises(ValueError, match="circle"):
-        read_chain(tmp_path / "a.yaml", load, tmp_path)
+        read_chain(tmp_path / "a.yaml", tmp_path)
 
 
 def test_chain_is_the_files_that_the_host_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_chain_is_the_files_that_the_host_reads(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(stage_config, "load_yaml_config", spy)
     stage_config.load_deploy_config(tmp_path / "top.yaml")
-    assert [Path(file.path) for file in read_chain(tmp_path / "top.yaml", load, folder)] == seen
+    assert [Path(file.path) for file in read_chain(tmp_path / "top.yaml", folder)] == seen
     assert len(seen) >= 4
 
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from omni_speech_accel.anchors.deploy import explain
+from omni_speech_accel.anchors.explain import explain
 from omni_speech_accel.cli.status import Platform, collect
-from omni_speech_accel.deploy.blocks import find_blocks, unreached
+from omni_speech_accel.deploy.blocks import Reading, find_blocks, read_by
 from omni_speech_accel.deploy.files import DeployFile, read_chain
 from omni_speech_accel.deploy.layering import merged, stage_ids, stage_layers
 from omni_speech_accel.host import source as host
@@ -80,10 +80,8 @@ def written(folder: Path, *files: list[tuple[tuple[str | int, ...], Any]]) -> Pa
     return path
 
 
-def chain(path: Path) -> tuple[DeployFile, ...]:
-    location = host.host_info().location
-    assert location is not None
-    return read_chain(path, lambda file: yaml.safe_load(file.read_text()), location / "deploy")
+def lost(files: tuple[DeployFile, ...], known: frozenset[int] | None = None) -> list[Reading]:
+    return [reading for reading in read_by(files, "cuda", known) if reading.lost]
 
 
 layer = st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(BLOCKS)), max_size=3, unique_by=lambda one: one[0])
@@ -95,13 +93,12 @@ def test_every_stage_reads_what_the_host_hands_it(
     tmp_path: Path, base: list[tuple[tuple[str | int, ...], Any]], overlay: list[tuple[tuple[str | int, ...], Any]]
 ) -> None:
     path = written(tmp_path, base, overlay)
-    files = chain(path)
+    files = read_chain(path)
     content = merged(files)
     report = explain(path, platform="cuda")
     contents = [*(file.content for file in files), content]
     problems = [block.problem for one in contents for block in find_blocks(one) if block.problem]
-    lost = unreached(content, "cuda")
-    problems += [lost.problem] if lost is not None else []
+    problems = problems or [reading.lost for reading in lost(files)]
     if problems:
         assert any(problem in report.error for problem in problems)
         return
@@ -121,7 +118,7 @@ def test_a_chain_is_laid_together_as_the_host_does(tmp_path: Path) -> None:
         [(PLACES[0], {"s3_graph": {"enabled": False}}), (PLACES[2], True), (PLACES[6], {"speaker_device": False})],
         [(PLACES[0], {"s3_graph": {"max_graphs": 3}}), (PLACES[1], False), (PLACES[9], True)],
     )
-    theirs, ours = resolve_deploy_yaml(path), merged(chain(path))
+    theirs, ours = resolve_deploy_yaml(path), merged(read_chain(path))
     for part in ("connectors", "stages", "platforms"):
         assert ours[part] == theirs[part]
 
@@ -170,12 +167,12 @@ def test_a_connector_that_the_host_hands_to_no_stage_is_an_error(
     path = written(tmp_path, [])
     overlay = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**overlay, "connectors": connectors, "stages": stages}))
-    content = merged(chain(path))
+    content = merged(read_chain(path))
     known = frozenset(range(3))
     handed = ["omni_speech_accel" in host_extra(content, stage) for stage in known]
-    lost = unreached(content, "cuda", known)
-    assert any(handed) is (lost is None)
-    assert (lost.place if lost else "") == (f"{place}.omni_speech_accel" if place else "")
+    places = [reading.block.place for reading in lost(read_chain(path), known)]
+    assert any(handed) is (places == [])
+    assert places == ([f"{place}.omni_speech_accel"] if place else [])
     report = explain(path, platform="cuda")
     assert ("hands this connector to no stage" in report.error) is bool(place)
 

@@ -24,7 +24,7 @@ from vllm_omni.model_executor.models.minicpmo_4_5.pipeline import MINICPMO_4_5_P
 
 from omni_speech_accel import environment, plugin
 from omni_speech_accel.anchors import deploy as deploy_config
-from omni_speech_accel.anchors.deploy import explain
+from omni_speech_accel.anchors.explain import explain
 from omni_speech_accel.deploy.pipelines import host_pipelines
 from omni_speech_accel.host import source as host
 from omni_speech_accel.items.fish_omni_full_graph import capture_sizes, default_sizes
@@ -791,7 +791,8 @@ def test_explain_with_a_config_object_on_the_command_line(block_host: Path, tmp_
 def test_explain_of_a_deploy_of_the_wrong_shape_is_an_error_not_a_crash(
     tmp_path: Path, content: dict[str, Any], words: str
 ) -> None:
-    assert words in explain(overlay(tmp_path, **content), platform="npu").error
+    block = {"stages": [{"stage_id": 0, "additional_config": {BLOCK: True}}]}
+    assert words in explain(overlay(tmp_path, **{**block, **content}), platform="npu").error
 
 
 @needs_fish

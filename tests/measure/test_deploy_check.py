@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_speech_accel.anchors.deploy import DeployReport
+from omni_speech_accel.anchors.explain import DeployReport
 from omni_speech_accel.items.fish_omni_full_graph import KEY, GraphReport
 from omni_speech_accel.measure import deploy_check
 from omni_speech_accel.measure.checks import CHECKS
