@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take each fix of the accelerator runtime out, and see the simulated accelerator's suite fail.
 
-    python tools/mutations.py [--only PATTERN] [--keep-going]
+    python tools/mutations.py [--only PATTERN] [--items]
 
 Each mutation is a replacement of source text that must occur exactly once, in a temporary copy of the package; the
 suite then runs against the copy in a process of its own. A mutation that the suite does not notice has SURVIVED: the
@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
     "omni_speech_accel/__init__.py",
+    "omni_speech_accel/environment.py",
     "omni_speech_accel/runtime",
     "tests/__init__.py",
     "tests/runtime",
@@ -35,6 +36,7 @@ SUITES = {
     "test_graph_cache_simulated.py": "graph_cache.py",
     "test_streams_simulated.py": "streams.py",
     "test_staging_simulated.py": "staging.py",
+    "test_device_module.py": "device_module.py",
 }
 TIMEOUT = 120  # seconds for one run of the suite, which takes 6 on an idle core
 # First failure, no report, and nothing that is not the suite's own: what a run costs is then the suite itself.
@@ -44,6 +46,7 @@ CACHE = "graph_cache.py"
 STREAMS = "streams.py"
 STAGING = "staging.py"
 SEAM = "accelerator.py"
+MODULE = "device_module.py"
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ CLONE = "                return pytree.tree_map_only(torch.Tensor, torch.clone, 
 RECORD_LAST_USE = "                accelerator.record_event(last_use, stream)\n"
 WAIT_LAST_USE = "            accelerator.wait_event(stream, last_use)\n"
 PUBLISH = "                self._entries[signature] = entry\n"
-RECORD = "                entry = self._record(fn, inputs)\n"
+RECORD = "                entry = self._record(fn, inputs, alive)\n"
+ALIVE = "            alive = None if owner is None else self._watched(owner)\n"
 PREPARE = "            self._accelerator.prepare_capture(self._device)\n"
 
 MUTATIONS = (
@@ -106,7 +110,33 @@ MUTATIONS = (
         "len(self._entries) + len(self._failed) >= self._max_graphs",
     ),
     Mutation(
-        "3 failed shapes", "the failure is not logged", CACHE, "        logger.warning(\n", "        logger.debug(\n"
+        "3 failed shapes",
+        "the failure is not logged",
+        CACHE,
+        "            self._reasons.add(reason)\n            key, _, *shapes = signature\n            logger.warning(\n",
+        "            self._reasons.add(reason)\n            key, _, *shapes = signature\n            logger.debug(\n",
+    ),
+    Mutation("3 failed shapes", "a cause is told for each shape", CACHE, "if reason not in self._reasons:", "if True:"),
+    Mutation(
+        "3 failed shapes",
+        "failing captures are tried for ever",
+        CACHE,
+        "self._failures_in_a_row >= FAILURES_IN_A_ROW",
+        "False",
+    ),
+    Mutation(
+        "3 failed shapes",
+        "failures are counted over successes",
+        CACHE,
+        "                self._failures_in_a_row = 0\n",
+        "",
+    ),
+    Mutation(
+        "3 failed shapes",
+        "a failure is never forgotten",
+        CACHE,
+        "            self._failed = {signature for signature in self._failed if signature[1][0] != identity}\n",
+        "",
     ),
     Mutation(
         "3 failed shapes",
@@ -249,8 +279,8 @@ MUTATIONS = (
         "8 prepared runtime",
         "prepared inside the try",
         CACHE,
-        PREPARE + STARTED + RECORD,
-        STARTED + "    " + PREPARE + RECORD,
+        PREPARE + ALIVE + STARTED + RECORD,
+        ALIVE + STARTED + "    " + PREPARE + RECORD,
     ),
     Mutation(
         "8 prepared runtime", "prepared once only", CACHE, PREPARE, "            if not self._entries:\n    " + PREPARE
@@ -259,8 +289,8 @@ MUTATIONS = (
         "9 nested capture",
         "a running capture is not noticed",
         CACHE,
-        "return not self._accelerator.is_capturing(self._device)",
-        "return True",
+        """return "outer_capture" if self._accelerator.is_capturing(self._device) else "\"""",
+        'return ""',
     ),
     Mutation(
         "9 nested capture",
@@ -280,8 +310,8 @@ MUTATIONS = (
         "10 lifetimes",
         "the graph does not keep the function alive",
         CACHE,
-        "graph, statics, fn)",
-        "graph, statics, print)",
+        "fn if owner is None else None, owner)",
+        "None, owner)",
     ),
     Mutation(
         "10 lifetimes",
@@ -342,6 +372,75 @@ MUTATIONS = (
         ),
     ),
     Mutation("11 cap", "misses are not counted", CACHE, '        self._count("eager", started)\n', ""),
+    Mutation("11 cap", "no reason is counted", CACHE, '        self.counters.inc(f"eager_{why_eager}")\n', ""),
+    Mutation(
+        "12 baked in", "a graph of another precision is replayed", CACHE, "self._accelerator.precision())", "None)"
+    ),
+    Mutation(
+        "12 baked in",
+        "a convolution's precision is no switch",
+        SEAM,
+        ", backends.cudnn.conv.fp32_precision)",
+        ",)",
+    ),
+    Mutation("12 baked in", "two models share a graph's key", CACHE, "None if owner is None else id(owner)", "None"),
+    Mutation("12 baked in", "a dead model's graph serves its address", CACHE, " and entry.serves(owner):", ":"),
+    Mutation(
+        "12 baked in",
+        "the graphs of a dead model keep their slots",
+        CACHE,
+        "                del self._entries[signature]\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "12 baked in",
+        "a model dies under its replays",
+        CACHE,
+        "        accelerator.synchronize_event(last_use)\n\n\n",
+        "        pass\n\n\n",
+    ),
+    Mutation(
+        "13 refused at begin",
+        "a refusal is not undone",
+        MODULE,
+        "                self._undo_begin(graph, device, pool)\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "13 refused at begin",
+        "a capture that the driver has begun is left running",
+        MODULE,
+        "        if self.is_capturing(device):  # refused after the driver had agreed\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "13 refused at begin",
+        "the graph that the filters ask is freed",
+        MODULE,
+        "        # Python, must not find freed memory there.\n        self._refused.append(graph)\n",
+        "        # Python, must not find freed memory there.\n",
+    ),
+    Mutation(
+        "13 refused at begin",
+        "the generator stays in its capture state",
+        MODULE,
+        "                generator.graphsafe_set_state(generator.clone_state())\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "13 refused at begin",
+        "the smallest capture's filter stays",
+        MODULE,
+        "                    graph.capture_end()\n            self._forget_pool(device, pool)\n",
+        "                    graph.capture_end()\n",
+    ),
+    Mutation(
+        "collector",
+        "the first of two captures turns it on again",
+        MODULE,
+        "            if not self._recordings and self._was_on:\n",
+        "            if self._was_on:\n",
+    ),
     Mutation(
         "stream join",
         "the caller does not wait for the private stream",
@@ -355,6 +454,13 @@ MUTATIONS = (
         STREAMS,
         "            accelerator.wait_event(self._stream, ready)\n",
         "",
+    ),
+    Mutation(
+        "stream join",
+        "a host leaf is recorded on a stream",
+        STREAMS,
+        "isinstance(leaf, torch.Tensor) and leaf.device == device:",
+        "isinstance(leaf, torch.Tensor):",
     ),
     Mutation(
         "stream join",
@@ -372,6 +478,20 @@ MUTATIONS = (
     ),
     Mutation(
         "asynchronous upload", "uploads come from pageable memory", STAGING, "accelerator.pin_memory(tensor)", "tensor"
+    ),
+    Mutation(
+        "asynchronous upload",
+        "memory that cannot be pinned fails the request",
+        STAGING,
+        "except (RuntimeError, MemoryError) as error:",
+        "except ZeroDivisionError as error:",
+    ),
+    Mutation(
+        "asynchronous upload",
+        "each upload tries to pin anew",
+        STAGING,
+        "known, self._blocking = self._blocking, True",
+        "known = self._blocking",
     ),
     Mutation("asynchronous upload", "uploads wait", STAGING, "non_blocking=True", "non_blocking=False"),
     Mutation(

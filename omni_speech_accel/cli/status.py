@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel import __version__
-from omni_speech_accel.environment import KILL_SWITCH, kill_switch_problem, killed
+from omni_speech_accel.environment import (
+    KILL_SWITCH,
+    METRICS_DIRECTORY,
+    blocking_copy_problem,
+    kill_switch_problem,
+    killed,
+    npu_capture_problem,
+)
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.options import GraphOptions
@@ -45,10 +52,8 @@ SCHEMA = "omni_speech_accel.status/1"
 PLUGIN = "omni_speech_accel"
 FILTER = "VLLM_PLUGINS"
 ENGINE_GROUP = "vllm.general_plugins"
-GRAPH_ITEMS_BLOCKED_BY = "ASCEND_LAUNCH_BLOCKING"
 ON, OFF, NOT_APPLIED, AVAILABLE = "on", "off", "not applied", "available"
 NO_PIPELINE = "the deploy does not say which pipeline it is for: add pipeline: <name>"
-METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 # Device nodes of the two drivers: NVIDIA's kernel module, and Ascend's.
 _NODES = (("npu", "/dev/davinci_manager"), ("cuda", "/dev/nvidiactl"))
 
@@ -235,6 +240,8 @@ def _environment_notes(platform: str, plugin: PluginStatus, graphs_asked: bool) 
     problem = kill_switch_problem()
     if problem:
         yield Note("error", f"{problem}. A stage with a block does not start.")
+    if problem := blocking_copy_problem():
+        yield Note("error", problem)
     if not plugin.installed:
         yield Note(
             "error",
@@ -254,12 +261,8 @@ def _environment_notes(platform: str, plugin: PluginStatus, graphs_asked: bool) 
             f"{FILTER}={plugin.filter} filters plugins of every group and drops {', '.join(others)}; "
             f"unset it or use {FILTER}={plugin.recommended}",
         )
-    if platform == "npu" and graphs_asked and os.environ.get(GRAPH_ITEMS_BLOCKED_BY) == "1":
-        yield Note(
-            "error",
-            f"{GRAPH_ITEMS_BLOCKED_BY}=1 makes graph capture impossible: a stage with graph items stops at its first "
-            "capture. Unset it, or switch the graph items off.",
-        )
+    if platform == "npu" and graphs_asked and (problem := npu_capture_problem()):
+        yield Note("error", problem)
     if not os.environ.get(METRICS_DIRECTORY):
         yield Note(
             "hint",

@@ -8,12 +8,13 @@ runs on CUDA, on NPU, on the host, and on the simulated accelerator of the test-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from omni_speech_accel.environment import blocking_copy_problem
 from omni_speech_accel.runtime.errors import RuntimeSetupError
 
 Device: TypeAlias = torch.device | str
@@ -89,9 +90,29 @@ class Accelerator(ABC):
     def is_capturing(self, device: Device) -> bool:
         """Whether the current stream of this thread is recording a graph."""
 
+    def precision(self) -> Hashable:
+        """The process's switches that choose among kernels of different precision; a graph bakes in the choice.
+
+        `torch.set_float32_matmul_precision` and the `allow_tf32` flags set these too; reading those instead raises
+        where somebody has used both kinds.
+        """
+        backends = torch.backends
+        return (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision)
+
+    def check_setup(self, device: Device) -> None:
+        """Check what the package and a right capture need of the process's environment; sets and captures nothing.
+
+        For start-up: a server whose graphs cannot be right must not start.
+
+        Raises:
+            RuntimeSetupError: a variable's value is none that it takes, or rules captures out; it is named.
+        """
+        if problem := blocking_copy_problem():
+            raise RuntimeSetupError(problem)
+
     @abstractmethod
     def prepare_capture(self, device: Device) -> None:
-        """Check and set what a right capture needs.
+        """Check (`check_setup`) and set what a right capture needs.
 
         Raises:
             RuntimeSetupError: the environment makes a right capture impossible; the message names the variable.

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,31 @@ import torch
 from omni_speech_accel.runtime.accelerator import Accelerator, CapturedGraph, Device, Event, Stream
 
 logger = logging.getLogger(__name__)
+
+
+class _CollectorRest:
+    """Python's collector rests while any thread of the process records; on again after the last of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recordings = 0
+        self._was_on = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._recordings:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._recordings += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._recordings -= 1
+            if not self._recordings and self._was_on:
+                gc.enable()
+
+
+_collector_resting = _CollectorRest()
 
 
 @dataclass(frozen=True)
@@ -34,6 +60,7 @@ class DeviceModuleAccelerator(Accelerator):
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._refused: list[Any] = []  # few: a graph cache stops capturing after failures in a row
 
     def resolve(self, device: Device) -> torch.device:
         device = torch.device(device)
@@ -100,48 +127,74 @@ class DeviceModuleAccelerator(Accelerator):
         """
         graph = self._new_graph()
         pool = self._module.graph_pool_handle()
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            self._begin(graph, pool)
+        with _collector_resting:
+            try:
+                self._begin(graph, pool)
+            except BaseException:
+                self._undo_begin(graph, device, pool)
+                raise
             try:
                 outputs = fn()
             except BaseException:
-                try:
-                    graph.capture_end()
-                except Exception:  # the reason is the exception of fn, which is raised below
-                    self._abandon(device, pool)
+                self._undo_recording(graph, device, pool)
                 raise
             try:
                 graph.capture_end()
             except BaseException:
                 self._abandon(device, pool)
                 raise
-        finally:
-            if collecting:
-                gc.enable()
         return _DeviceGraph(graph, outputs)
 
     def _begin(self, graph: Any, pool: Any) -> None:
         # "thread_local": an allocation by another thread meanwhile is no error of this capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
+    def _undo_begin(self, graph: Any, device: torch.device, pool: Any) -> None:
+        """Take back a capture that was refused at its begin: on Ascend that is where it is seen to be out of streams.
+
+        The driver is asked last, when the allocators filter for the pool and the generator is in its capture state.
+        """
+        # A filter asks the graph object which capture it is: the pinned allocator's, which nothing takes out from
+        # Python, must not find freed memory there.
+        self._refused.append(graph)
+        if self.is_capturing(device):  # refused after the driver had agreed
+            self._undo_recording(graph, device, pool)
+        else:
+            self._abandon(device, pool)
+
+    def _undo_recording(self, graph: Any, device: torch.device, pool: Any) -> None:
+        try:
+            graph.capture_end()
+        except Exception:  # the reason is the exception that the caller raises
+            self._abandon(device, pool)
+
     def _abandon(self, device: torch.device, pool: Any) -> None:
         """Take back what `capture_begin` told the library, which `capture_end` does only where the driver agrees.
 
         Without it the allocator goes on believing that a capture is running, and never again reuses a block that a
         second stream was recorded on: a leak with every request. And the random number generator goes on believing
-        it too: the next noise drawn, for a CFM solve, fails with "Offset increment outside graph capture". Only a
-        capture that succeeds resets the generator, hence the smallest one.
+        it too (until torch 2.12 every capture enters its state): the next noise drawn, for a CFM solve, fails with
+        "Offset increment outside graph capture". Only a capture that succeeds resets the generator, hence the
+        smallest one; where the driver refuses that too, the generator gets a copy of its state, which is in none.
         """
         self._forget_pool(device, pool)
+        graph = self._new_graph()
+        pool = self._module.graph_pool_handle()
         try:
-            graph = self._new_graph()
-            self._begin(graph, self._module.graph_pool_handle())
+            self._begin(graph, pool)
             torch.zeros((), device=device)
             graph.capture_end()
         except Exception:
-            logger.exception("a failed graph capture could not be undone on %s", device)
+            self._refused.append(graph)
+            if self.is_capturing(device):
+                with suppress(Exception):
+                    graph.capture_end()
+            self._forget_pool(device, pool)
+            try:
+                generator = self._module.default_generators[device.index]
+                generator.graphsafe_set_state(generator.clone_state())
+            except Exception:
+                logger.exception("a failed graph capture could not be undone on %s", device)
 
     @abstractmethod
     def _new_graph(self) -> Any:

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import importlib
-import os
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
+from omni_speech_accel.environment import npu_capture_problem
 from omni_speech_accel.runtime.accelerator import Device
 from omni_speech_accel.runtime.device_module import DeviceModuleAccelerator
 from omni_speech_accel.runtime.errors import RuntimeSetupError
-
-# CANN's switch that makes every launch wait for its kernel.
-LAUNCH_BLOCKING = "ASCEND_LAUNCH_BLOCKING"
 
 
 class NpuAccelerator(DeviceModuleAccelerator):
@@ -31,20 +29,31 @@ class NpuAccelerator(DeviceModuleAccelerator):
         super().__init__(self._torch_npu.npu)  # also known as torch.npu
         self.supports_graphs = hasattr(self._module, "NPUGraph")
 
-    def prepare_capture(self, device: Device) -> None:
-        """Check for blocking launches, and set what the ACLNN kernels need in a capture.
+    def precision(self) -> Hashable:
+        """With the HF32 switches, NPU's TF32."""
+        flags = (getattr(self._module, name, None) for name in ("matmul", "conv"))
+        return (super().precision(), *(getattr(flag, "allow_hf32", None) for flag in flags))
 
-        A launch that waits for its kernel cannot be recorded. Internal formats and just-in-time compilation both make
-        an operator's first launch do work outside the stream that the recording would miss.
+    def check_setup(self, device: Device) -> None:
+        """Check for launches that no capture can record; see `npu_capture_problem`.
 
         Raises:
-            RuntimeSetupError: `ASCEND_LAUNCH_BLOCKING=1` is set.
+            RuntimeSetupError: `ASCEND_LAUNCH_BLOCKING=1` or `TASK_QUEUE_ENABLE=2` is set.
         """
-        if os.environ.get(LAUNCH_BLOCKING, "").strip() == "1":
-            raise RuntimeSetupError(
-                f"{LAUNCH_BLOCKING}=1 makes every launch wait, which no graph capture can record; "
-                f"unset {LAUNCH_BLOCKING} or turn the graph items off"
-            )
+        super().check_setup(device)
+        if problem := npu_capture_problem():
+            raise RuntimeSetupError(problem)
+
+    def prepare_capture(self, device: Device) -> None:
+        """Check the set-up, and set what the ACLNN kernels need in a capture.
+
+        Internal formats and just-in-time compilation both make an operator's first launch do work outside the stream
+        that the recording would miss.
+
+        Raises:
+            RuntimeSetupError: `check_setup` refuses.
+        """
+        self.check_setup(device)
         self._module.config.allow_internal_format = False
         self._module.set_compile_mode(jit_compile=False)
 
@@ -53,8 +62,14 @@ class NpuAccelerator(DeviceModuleAccelerator):
 
     def _forget_pool(self, device: torch.device, pool: Any) -> None:
         library = self._torch_npu._C
+        # torch_npu 2.14 gave the call the name that CUDA's has.
+        end = getattr(library, "_npu_endAllocateToPool", None) or getattr(
+            library, "_npu_endAllocateCurrentStreamToPool", None
+        )
+        if end is None:
+            return  # a release without these calls goes on filtering for an empty pool, no more
         try:
-            library._npu_endAllocateCurrentStreamToPool(device.index, pool)
-        except (AttributeError, RuntimeError):
-            return  # as on CUDA; a release without these calls leaves an empty pool behind, no more
+            end(device.index, pool)
+        except RuntimeError:
+            return  # as on CUDA
         library._npu_releasePool(device.index, pool)

@@ -9,23 +9,17 @@ pinned allocator: drivers exist whose allocator hands the memory out again befor
 
 from __future__ import annotations
 
-import os
+import logging
 import threading
 from collections import deque
 
 import torch
 
+from omni_speech_accel.environment import BLOCKING_COPY, blocking_copy_requested
 from omni_speech_accel.runtime.accelerator import Accelerator, Device, Event
 from omni_speech_accel.runtime.backends import accelerator_for
 
-# For a driver that misorders pinned copies even so: every upload waits, as stock does.
-BLOCKING_COPY = "OMNI_SPEECH_ACCEL_BLOCKING_COPY"
-_ON = frozenset({"1", "true", "yes", "on"})
-
-
-def blocking_copy_requested() -> bool:
-    """Whether the environment asks for uploads that wait (`1`, `true`, `yes` or `on`; anything else is no)."""
-    return os.environ.get(BLOCKING_COPY, "").strip().lower() in _ON
+logger = logging.getLogger(__name__)
 
 
 class PinnedStager:
@@ -65,7 +59,11 @@ class PinnedStager:
             or accelerator.is_capturing(device)
         ):
             return tensor.to(device)
-        pinned = accelerator.pin_memory(tensor)
+        try:
+            pinned = accelerator.pin_memory(tensor)
+        except (RuntimeError, MemoryError) as error:
+            self._pin_no_more(error)
+            return tensor.to(device)
         uploaded = torch.empty_like(pinned, device=device, pin_memory=False)
         uploaded.copy_(pinned, non_blocking=True)
         event = accelerator.create_event(device)
@@ -74,6 +72,18 @@ class PinnedStager:
             self._in_flight.append((event, pinned))
         self.reclaim()
         return uploaded
+
+    def _pin_no_more(self, error: Exception) -> None:
+        """Memory cannot be pinned everywhere (WSL, some containers), nor without end; stock's transfer always works."""
+        with self._lock:
+            known, self._blocking = self._blocking, True
+        if not known:
+            logger.warning(
+                "no memory can be pinned here, uploads wait from now on as with %s=1: %s: %s",
+                BLOCKING_COPY,
+                type(error).__name__,
+                error,
+            )
 
     def reclaim(self) -> int:
         """Let go of the sources whose copies are done; returns how many. Never waits."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -24,14 +26,37 @@ from omni_speech_accel.runtime.npu import NpuAccelerator
 DEVICE = torch.device("cpu", 0)
 
 
+# The steps of the library's `capture_begin`, in order; what a step has set in place stays when a later one fails.
+BEGIN_STEPS = ("check", "generator", "filter", "driver", "status")
+
+
+class Generator:
+    """Whether it is in its capture state; a copy never is."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+
+    def clone_state(self) -> Generator:
+        return Generator()
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        self.capturing = other.capturing
+
+
 class Library:
     """`torch.cuda` / `torch.npu` as far as the backends use it; anything else is an AttributeError."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.refuses_capture_end = 0
+        self.refuses_begin_at = ""
+        self.begins_refused = 0
         self.collecting_in_capture: bool | None = None
         self.config = SimpleNamespace(allow_internal_format=True)
+        self.matmul, self.conv = SimpleNamespace(allow_hf32=False), SimpleNamespace(allow_hf32=True)
+        self.default_generators = (Generator(),)
+        self.filters: dict[str, weakref.ref[Any]] = {}  # pool to the graph that its filter asks
+        self.capturing: set[str] = set()
         self._stream = "caller"
         self._pools = 0
         library = self
@@ -40,13 +65,28 @@ class Library:
             def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
                 library.log.append(f"begin {pool} {capture_error_mode} on {library._stream}")
                 library.collecting_in_capture = gc.isenabled()
+                self.pool = pool
+                for step in BEGIN_STEPS:
+                    if step == library.refuses_begin_at and library.begins_refused:
+                        library.begins_refused -= 1
+                        raise RuntimeError("207008: out of streams")
+                    if step == "generator":
+                        library.default_generators[0].capturing = True
+                    elif step == "filter":
+                        library.filters[pool] = weakref.ref(self)
+                    elif step == "driver":
+                        library.capturing.add(library._stream)
 
             def capture_end(self) -> None:
+                assert library._stream in library.capturing, "an end without a begin aborts in the library"
+                library.capturing.discard(library._stream)
                 if library.refuses_capture_end:
                     library.refuses_capture_end -= 1
                     library.log.append("end refused")
                     raise RuntimeError("capture invalidated")
                 library.log.append("end")
+                del library.filters[self.pool]
+                library.default_generators[0].capturing = False
 
             def replay(self) -> None:
                 library.log.append("replay")
@@ -78,13 +118,31 @@ class Library:
         return 0
 
     @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        yield
+
+    def is_current_stream_capturing(self) -> bool:
+        return self._stream in self.capturing
+
+    @contextmanager
     def stream(self, stream: str) -> Iterator[None]:
         self._stream = stream
-        yield
-        self._stream = "caller"
+        try:
+            yield
+        finally:
+            self._stream = "caller"
 
     def set_compile_mode(self, jit_compile: bool) -> None:
         self.log.append(f"jit_compile={jit_compile}")
+
+
+def assert_as_before(library: Library) -> None:
+    """No capture is under way for the driver, the allocator, the generator, the thread or the collector."""
+    assert not library.capturing
+    assert not library.filters
+    assert not library.default_generators[0].capturing
+    assert library._stream == "caller"
+    assert gc.isenabled()
 
 
 class Backend(DeviceModuleAccelerator):
@@ -103,6 +161,7 @@ class Backend(DeviceModuleAccelerator):
 
     def _forget_pool(self, device: torch.device, pool: Any) -> None:
         self._library.log.append(f"forget {pool}")
+        self._library.filters.pop(pool, None)
 
 
 @pytest.fixture
@@ -187,8 +246,60 @@ def test_capture_whose_end_is_refused_is_undone(library: Library, fn_fails: bool
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("step", BEGIN_STEPS)
+def test_a_capture_refused_at_begin_is_undone(library: Library, step: str) -> None:
+    library.refuses_begin_at, library.begins_refused = step, 1
+    backend = Backend(library)
+    with pytest.raises(RuntimeError, match="out of streams"):
+        backend.capture(lambda: pytest.fail("recorded although refused"), DEVICE, warmups=0)
+    assert_as_before(library)
+    assert backend.capture(lambda: "outputs", DEVICE, warmups=0).outputs == "outputs"
+    assert_as_before(library)
+
+
+@pytest.mark.parametrize("step", BEGIN_STEPS)
+def test_a_driver_that_refuses_every_begin_leaves_the_generator_usable(library: Library, step: str) -> None:
+    library.refuses_begin_at, library.begins_refused = step, 100
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of streams"):
+            Backend(library).capture(lambda: None, DEVICE, warmups=0)
+        assert_as_before(library)
+
+
+def test_a_refused_graph_lives_on_for_the_filters_that_ask_it(library: Library) -> None:
+    library.refuses_begin_at, library.begins_refused = "driver", 1
+    backend = Backend(library)
+    asked: list[weakref.ref[Any]] = []
+    backend._forget_pool = lambda device, pool: asked.append(library.filters.pop(pool))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of streams"):
+        backend.capture(lambda: None, DEVICE, warmups=0)
+    gc.collect()
+    assert asked[0]() is not None
+
+
+def test_the_collector_rests_until_the_last_of_several_captures_is_done(library: Library) -> None:
+    inner_done, moment = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def outer() -> None:
+        seen.append(gc.isenabled())
+        inner_done.wait(10)
+        seen.append(gc.isenabled())
+
+    thread = threading.Thread(target=lambda: Backend(library).capture(outer, DEVICE, warmups=0))
+    thread.start()
+    while not seen:
+        moment.wait(0.001)
+    Backend(Library()).capture(lambda: None, DEVICE, warmups=0)
+    inner_done.set()
+    thread.join(10)
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+
 def test_failure_to_undo_does_not_hide_the_reason(library: Library, caplog: pytest.LogCaptureFixture) -> None:
     library.refuses_capture_end = 2
+    library.default_generators[0].graphsafe_set_state = None  # type: ignore[assignment,method-assign]
     with pytest.raises(ValueError, match="mine"):
         Backend(library).capture(recorded_only(library, ValueError("mine")), DEVICE)
     assert "could not be undone" in caplog.text
@@ -243,7 +354,8 @@ def npu(library: Library, monkeypatch: pytest.MonkeyPatch) -> NpuAccelerator:
     module.npu = library  # type: ignore[attr-defined]
     module._C = SimpleNamespace()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_npu", module)
-    monkeypatch.delenv("ASCEND_LAUNCH_BLOCKING", raising=False)
+    for variable in ("ASCEND_LAUNCH_BLOCKING", "TASK_QUEUE_ENABLE", "OMNI_SPEECH_ACCEL_BLOCKING_COPY"):
+        monkeypatch.delenv(variable, raising=False)
     return NpuAccelerator()
 
 
@@ -253,22 +365,44 @@ def test_npu_prepares_the_runtime_for_a_capture(npu: NpuAccelerator, library: Li
     assert library.log == ["jit_compile=False"]
 
 
-@pytest.mark.parametrize("value", ["1", " 1 "])
-def test_npu_fails_fast_on_blocking_launches_and_names_the_variable(
-    npu: NpuAccelerator, library: Library, monkeypatch: pytest.MonkeyPatch, value: str
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ASCEND_LAUNCH_BLOCKING", "1"),
+        ("ASCEND_LAUNCH_BLOCKING", " 1 "),
+        ("TASK_QUEUE_ENABLE", "2"),
+        ("TASK_QUEUE_ENABLE", " 2"),
+        ("OMNI_SPEECH_ACCEL_BLOCKING_COPY", "maybe"),
+    ],
+)
+def test_npu_refuses_a_setting_that_rules_captures_out_and_names_it(
+    npu: NpuAccelerator, library: Library, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
-    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", value)
-    with pytest.raises(RuntimeSetupError, match="ASCEND_LAUNCH_BLOCKING=1"):
-        npu.prepare_capture("npu:0")
+    monkeypatch.setenv(variable, value)
+    for check in (npu.check_setup, npu.prepare_capture):
+        with pytest.raises(RuntimeSetupError, match=f"{variable}={value.strip()}"):
+            check("npu:0")
     assert library.config.allow_internal_format is True, "nothing is set where nothing will be captured"
 
 
-@pytest.mark.parametrize("value", ["0", ""])
-def test_npu_blocking_launches_turned_off_are_off(
-    npu: NpuAccelerator, monkeypatch: pytest.MonkeyPatch, value: str
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("ASCEND_LAUNCH_BLOCKING", "0"), ("ASCEND_LAUNCH_BLOCKING", "")]
+    + [("TASK_QUEUE_ENABLE", value) for value in "01"],
+)
+def test_npu_takes_settings_that_captures_work_under(
+    npu: NpuAccelerator, library: Library, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
-    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", value)
+    monkeypatch.setenv(variable, value)
+    npu.check_setup("npu:0")
+    assert library.log == [], "a check sets nothing"
     npu.prepare_capture("npu:0")
+
+
+def test_npu_precision_has_its_hf32_switches(npu: NpuAccelerator, library: Library) -> None:
+    before = npu.precision()
+    library.matmul.allow_hf32 = True
+    assert npu.precision() != before
 
 
 def test_npu_without_graph_support_has_no_graphs(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,13 +417,11 @@ def test_npu_without_its_library_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         NpuAccelerator()
 
 
-@pytest.mark.parametrize("has_calls", [True, False])
-def test_npu_releases_a_failed_pool_where_its_library_can(
-    npu: NpuAccelerator, monkeypatch: pytest.MonkeyPatch, has_calls: bool
-) -> None:
+@pytest.mark.parametrize("end", ["_npu_endAllocateToPool", "_npu_endAllocateCurrentStreamToPool", ""])
+def test_npu_releases_a_failed_pool_where_its_library_can(npu: NpuAccelerator, end: str) -> None:
     allocator = Allocator()
-    if has_calls:
-        npu._torch_npu._C._npu_endAllocateCurrentStreamToPool = allocator.call("end")
+    if end:
+        setattr(npu._torch_npu._C, end, allocator.call("end"))
         npu._torch_npu._C._npu_releasePool = allocator.call("release")
     npu._forget_pool(torch.device("cuda", 1), "pool")
-    assert allocator.log == ([("end", 1, "pool"), ("release", 1, "pool")] if has_calls else [])
+    assert allocator.log == ([("end", 1, "pool"), ("release", 1, "pool")] if end else [])

@@ -68,6 +68,13 @@ def counts(cache: GraphCache) -> dict[str, int]:
     return {event: int(seen.get(event, 0)) for event in ("captures", "replays", "eager", "failures")}
 
 
+def reasons(cache: GraphCache) -> dict[str, int]:
+    """Why calls ran eager."""
+    assert isinstance(cache.counters, PlainCounters)
+    seen = cache.counters.snapshot()
+    return {name[6:]: int(n) for name, n in seen.items() if name.startswith("eager_") and not name.endswith("seconds")}
+
+
 def warm(device: SimulatedDevice, cache: GraphCache, model: Callable[..., object], frames: int = FRAMES) -> None:
     """Capture the shape and let the device come to rest."""
     cache.run(frames, model, on_device(features(0, frames)))
@@ -267,14 +274,47 @@ def test_shape_that_failed_once_runs_eager_for_good(
 
 def test_failed_shapes_take_no_slot(device: SimulatedDevice, accelerator: Accelerator, model: Model) -> None:
     cache = GraphCache("speaker", accelerator, DEVICE, max_graphs=1)
-    for frames, point in ((3, "capture"), (4, "capture_end"), (5, "replay")):
+    for frames, point in ((3, "capture"), (4, "capture_end")):
         device.fail(point)
         cache.run(frames, model, on_device(features(0, frames)))
-    assert cache.failed_shapes == 3
+    assert cache.failed_shapes == 2
     warm(device, cache, model)
     assert cache.graphs == 1
     assert_outputs(cache.run(FRAMES, model, on_device(features(1))), features(1))
-    assert counts(cache) == {"captures": 1, "replays": 1, "eager": 3, "failures": 3}
+    assert counts(cache) == {"captures": 1, "replays": 1, "eager": 2, "failures": 2}
+
+
+def test_thirty_lengths_whose_capture_fails_are_three_attempts_and_as_many_warnings_as_causes(
+    device: SimulatedDevice, accelerator: Accelerator, model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = GraphCache("speaker", accelerator, DEVICE, max_graphs=8)
+    warm(device, cache, model, frames=2)
+    device.fail("capture", 30)
+    with caplog.at_level(logging.WARNING):
+        for frames in range(3, 33):
+            assert_outputs(cache.run(frames, model, on_device(features(0, frames))), features(0, frames))
+    assert counts(cache) == {"captures": 1, "replays": 0, "eager": 30, "failures": 3}
+    assert reasons(cache) == {"failed": 30}
+    assert cache.failed_shapes == 3
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "capture failed as the test asked" in messages[0]
+    assert "3 captures in a row" in messages[1]
+    # A shape that has its graph keeps it.
+    assert_outputs(cache.run(2, model, on_device(features(1, 2))), features(1, 2))
+    assert counts(cache)["replays"] == 1
+
+
+def test_failures_with_a_success_between_them_are_not_in_a_row(
+    device: SimulatedDevice, accelerator: Accelerator, model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = GraphCache("speaker", accelerator, DEVICE, max_graphs=8)
+    for frames in range(2, 12):
+        if frames % 3:
+            device.fail("capture_end")
+        cache.run(frames, model, on_device(features(0, frames)))
+    assert counts(cache) == {"captures": 3, "replays": 0, "eager": 7, "failures": 7}
+    assert len(caplog.records) == 1, "one cause, one warning"
 
 
 def test_running_out_of_memory_in_a_capture_leaves_the_stream_usable(
@@ -623,6 +663,7 @@ def test_eager_path_takes_no_lock_while_another_shape_is_captured(
     first.join(10)
     assert finished
     assert_outputs(results[0], other)
+    assert reasons(cache) == {"busy": 1}
     # Not a failure: the shape gets its graph at its next request.
     assert counts(cache) == {"captures": 1, "replays": 0, "eager": 1, "failures": 0}
     warm(device, cache, model, frames=4)
@@ -740,6 +781,7 @@ def test_capture_running_on_the_stream_records_the_function_itself(
         lambda: (cache.run(FRAMES, model, outer_input), cache.run(4, model, outer_new_shape)), DEVICE, warmups=0
     )
     assert counts(cache) == {"captures": 1, "replays": 0, "eager": 2, "failures": 0}
+    assert reasons(cache) == {"outer_capture": 2}
     assert cache.failed_shapes == 0
     for seed in (2, 3):
         outer_input.copy_(on_device(features(seed)))
@@ -816,6 +858,7 @@ def test_cap_captures_the_first_shapes_seen_and_runs_the_rest_eager(
     assert device.captures_begun == 2
     assert cache.failed_shapes == 0
     assert counts(cache) == {"captures": 2, "replays": 2, "eager": 4, "failures": 0}
+    assert reasons(cache) == {"cap": 4}
 
 
 def test_cap_of_zero_never_captures(device: SimulatedDevice, accelerator: Accelerator, model: Model) -> None:
@@ -852,6 +895,128 @@ def test_two_keys_of_one_shape_are_two_graphs(device: SimulatedDevice, cache: Gr
         torch.testing.assert_close(read(minus), mel - 1)
 
 
+# 12. What a graph bakes in is in its key: the precision switches, and whose weights it reads.
+
+
+class Precise(Model):
+    """Other kernels under another precision, as a matrix library has; a recording keeps those that it met."""
+
+    def __call__(self, mel: torch.Tensor) -> Outputs:
+        low = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return super().__call__(mel.bfloat16().float() if low else mel)
+
+
+@pytest.fixture
+def _precision_as_before() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.conv.fp32_precision
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.conv.fp32_precision = before[1]
+
+
+@pytest.mark.usefixtures("_precision_as_before")
+def test_each_precision_replays_a_graph_of_its_own(device: SimulatedDevice, cache: GraphCache) -> None:
+    model = Precise()
+    for seed in range(2):
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            mel = features(seed)
+            wanted = mel if precision == "highest" else mel.bfloat16().float()
+            assert_outputs(cache.run(FRAMES, model, on_device(mel)), wanted)
+    assert counts(cache) == {"captures": 2, "replays": 2, "eager": 0, "failures": 0}
+
+
+@pytest.mark.usefixtures("_precision_as_before")
+def test_a_convolutions_precision_is_one_of_the_switches(
+    device: SimulatedDevice, cache: GraphCache, model: Model
+) -> None:
+    for precision in ("ieee", "tf32"):
+        torch.backends.cudnn.conv.fp32_precision = precision
+        warm(device, cache, model)
+    assert cache.graphs == 2
+
+
+class Scaled(Model):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.weight = self.weight * scale
+
+
+def assert_scaled(outputs: Outputs, mel: torch.Tensor, scale: float) -> None:
+    reference = Model("cpu")
+    reference.weight = reference.weight * scale
+    torch.testing.assert_close(read(outputs[0]), reference(mel)[0], rtol=0, atol=0)
+
+
+def test_two_models_of_one_cache_each_replay_their_own_graph(device: SimulatedDevice, cache: GraphCache) -> None:
+    models = [Scaled(1.0), Scaled(3.0)]
+    for seed in range(3):
+        for scale, owner in ((1.0, models[0]), (3.0, models[1])):
+            outputs = cache.run(FRAMES, owner, on_device(features(seed)), owner=owner)
+            assert_scaled(outputs, features(seed), scale)
+    assert counts(cache) == {"captures": 2, "replays": 4, "eager": 0, "failures": 0}
+
+
+def test_the_graphs_of_a_model_that_is_gone_make_room_for_its_successors(
+    device: SimulatedDevice, accelerator: Accelerator
+) -> None:
+    cache = GraphCache("speaker", accelerator, DEVICE, max_graphs=1)
+    for scale in (1.0, 2.0, 3.0):
+        model = Scaled(scale)
+        for seed in range(2):
+            outputs = cache.run(FRAMES, model, on_device(features(seed)), owner=model)
+            assert_scaled(outputs, features(seed), scale)
+        del model
+    assert counts(cache) == {"captures": 3, "replays": 3, "eager": 0, "failures": 0}
+    assert cache.graphs == 1
+
+
+def test_a_model_at_the_address_of_a_dead_one_gets_no_graph_of_it(
+    device: SimulatedDevice, accelerator: Accelerator
+) -> None:
+    cache = GraphCache("speaker", accelerator, DEVICE, max_graphs=4)
+    model = Scaled(1.0)
+    cache.run(FRAMES, model, on_device(features(0)), owner=model)
+    known, kept = id(model), []
+    del model
+    for _ in range(200):
+        model = Scaled(2.0)
+        if id(model) == known:
+            break
+        kept.append(model)
+    else:
+        pytest.skip("this Python gave the address to nobody")
+    assert_scaled(cache.run(FRAMES, model, on_device(features(1)), owner=model), features(1), 2.0)
+
+
+def test_the_weights_of_a_dying_model_outlive_the_replays_under_way(device: SimulatedDevice, cache: GraphCache) -> None:
+    model = Scaled(2.0)
+    cache.run(FRAMES, model, on_device(features(0)), owner=model)
+    mel = on_device(features(1))
+    device.drain()
+    replica = device.create_stream("replica")
+    with device.use_stream(replica):
+        outputs = cache.run(FRAMES, model, mel, owner=model)
+    del model
+    newcomers = [torch.full((2, 1), 7.0, device=DEVICE) for _ in range(4)]
+    device.wait_for(device.default_stream)
+    with device.use_stream(replica):
+        assert_scaled(outputs, features(1), 2.0)
+    del newcomers
+
+
+def test_a_failure_belongs_to_its_model(device: SimulatedDevice, cache: GraphCache) -> None:
+    first, second = Scaled(1.0), Scaled(2.0)
+    device.fail("capture")
+    cache.run(FRAMES, first, on_device(features(0)), owner=first)
+    cache.run(FRAMES, second, on_device(features(0)), owner=second)
+    assert cache.graphs == 1
+    assert cache.failed_shapes == 1
+    del first
+    cache.run(4, second, on_device(features(0, 4)), owner=second)
+    assert cache.failed_shapes == 0, "nobody is left whose shape it was"
+
+
 # What a call may be.
 
 
@@ -886,6 +1051,7 @@ def test_autocast_runs_eager(device: SimulatedDevice, cache: GraphCache, monkeyp
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "simulated")
     assert_outputs(cache.run(FRAMES, model, on_device(features(1))), features(1))
     assert counts(cache)["eager"] == 1
+    assert reasons(cache) == {"autocast": 1}
 
 
 def test_error_of_the_function_is_the_callers_error(device: SimulatedDevice, cache: GraphCache) -> None:

@@ -114,6 +114,30 @@ def test_blocking_switch_that_says_no_is_no(
     assert not device.host_syncs
 
 
+def test_memory_that_cannot_be_pinned_is_a_plain_transfer_told_once(
+    device: SimulatedDevice,
+    accelerator: Accelerator,
+    stager: PinnedStager,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tried: list[torch.Tensor] = []
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        tried.append(tensor)
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(accelerator, "pin_memory", refuse)
+    for value in (1.0, 2.0):
+        uploaded = stager.upload(torch.full((4,), value), DEVICE)
+        torch.testing.assert_close(read(uploaded), torch.full((4,), value))
+    assert len(tried) == 1
+    assert stager.in_flight == 0
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "operation not supported" in message
+    assert "OMNI_SPEECH_ACCEL_BLOCKING_COPY=1" in message
+
+
 def test_argument_overrides_the_environment(
     device: SimulatedDevice, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,14 @@ def test_every_output_of_a_tree_is_kept_alive(device: SimulatedDevice, private: 
     del kept
 
 
+def test_a_host_tensor_among_the_outputs_is_no_business_of_streams(
+    device: SimulatedDevice, private: PrivateStream
+) -> None:
+    on_device, on_host = private.run(lambda value: (value + 1, torch.ones(2)), features(1))
+    assert on_host.device.type == "cpu"
+    torch.testing.assert_close(read(on_device), features(1) + 1)
+
+
 def test_weights_still_being_uploaded_when_the_stream_is_made_are_seen_complete(
     device: SimulatedDevice, accelerator: Accelerator
 ) -> None:
