@@ -271,7 +271,7 @@ MUTATIONS = (
         "7 made in __init__",
         "every thread has a capture lock of its own",
         CACHE,
-        "        if not self._capturing.acquire(blocking=False):\n            return None\n",
+        '        if not self._capturing.acquire(blocking=False):\n            return "busy"\n',
         "        self._capturing = threading.Lock()\n        self._capturing.acquire()\n",
     ),
     Mutation("8 prepared runtime", "the runtime is not prepared", CACHE, PREPARE, ""),

@@ -9,7 +9,14 @@ import torch
 
 from omni_speech_accel.plugin.session import Item, attach
 
-__all__ = ["S3_MAX_FRAMES", "is_device_speaker_model", "loads_now", "quantize_short", "takes_short_path"]
+__all__ = [
+    "S3_MAX_FRAMES",
+    "ensure_models_loaded",
+    "is_device_speaker_model",
+    "loads_now",
+    "quantize_short",
+    "takes_short_path",
+]
 
 S3_MAX_FRAMES = 3000
 """Longest mel, in 10 ms frames, that s3tokenizer quantizes in one window.
@@ -30,6 +37,17 @@ def loads_now(item: Item[Any], wrapped: Any, core: Any) -> bool:
         return False
     attach(core._audio_tokenizer, item.session)
     return True
+
+
+def ensure_models_loaded(item: Item[Any], wrapped: Any, core: Any, /) -> None:
+    """Move the encoder's rotary table to the device once, at load.
+
+    Its forward moves it at each call otherwise, from pageable memory: that waits for the device, and no capture can
+    record it.
+    """
+    if loads_now(item, wrapped, core):
+        encoder = core._audio_tokenizer.encoder
+        encoder.freqs_cis = encoder.freqs_cis.to(core.device)
 
 
 def takes_short_path(mel: torch.Tensor) -> bool:

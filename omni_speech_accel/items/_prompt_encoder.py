@@ -25,7 +25,8 @@ BRANCHES = 4
 """Streams that a graph spreads its rows over: one row's kernels fill a small part of the device."""
 
 GRAPHED = frozenset({"cuda"})
-"""Device types whose encoder is captured. Not NPU: a failed capture there ends the process, and none has been tried."""
+"""Device types whose encoder is captured. Not NPU, where none has been tried: an operator that cannot be recorded ends
+the process there (``runtime.npu``), and the encoder's are not known to be recordable, as CAM++'s and S3's are."""
 
 Encoding = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Encode = Callable[[torch.Tensor], Encoding]
@@ -74,12 +75,8 @@ class PromptEncoder:
 
 
 def _key(tables: Sequence[torch.Tensor]) -> Hashable:
-    """What selects a graph besides the rows' shapes: the tables that it reads in place, and the precision flags."""
-    return (
-        tuple(id(table) for table in tables),  # the graph keeps them, so no other object gets their identity
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-    )
+    """What selects a graph besides the rows' shapes: the tables that it reads in place."""
+    return tuple(id(table) for table in tables)  # the graph keeps them, so no other object gets their identity
 
 
 def _position_tables(backend: Any) -> tuple[torch.Tensor, ...]:

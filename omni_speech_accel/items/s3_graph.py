@@ -5,7 +5,8 @@ Eager quantize is launch-bound: 7-8 ms per reference on an H200 host, 12.99 ms o
 the reference thread's NPU (6.04 there as a replay). MiniCPM-o folds every
 reference to one length, so one graph serves nearly all of its traffic; where
 lengths vary, the first ``max_graphs`` lengths seen are captured and the rest run
-eager. Audio over one window is left to the library.
+eager. Audio over one window is left to the library. A capture that the driver
+refuses leaves that length eager (``runtime.npu`` tells what no process survives).
 """
 
 from __future__ import annotations
@@ -16,21 +17,13 @@ from typing import Any
 import torch
 
 from omni_speech_accel import runtime
-from omni_speech_accel.items._prompt import loads_now, quantize_short, takes_short_path
+from omni_speech_accel.items._prompt import ensure_models_loaded, quantize_short, takes_short_path
 from omni_speech_accel.plugin.options import GraphOptions
 from omni_speech_accel.plugin.session import Item
 
 __all__ = ["ensure_models_loaded", "quantize"]
 
 KEY = "s3_graph"
-
-
-def ensure_models_loaded(item: Item[GraphOptions], wrapped: Any, core: Any, /) -> None:
-    """Bind the tokenizer to the core's session; keep the rotary table on the device, since a capture may not copy it
-    there from pageable memory."""
-    if loads_now(item, wrapped, core):
-        encoder = core._audio_tokenizer.encoder
-        encoder.freqs_cis = encoder.freqs_cis.to(core.device)
 
 
 def _graphs(item: Item[GraphOptions], device: torch.device) -> runtime.GraphCache:
@@ -50,4 +43,4 @@ def quantize(
         return wrapped(mel, mel_len)  # the library takes lengths from anywhere, a graph does not
     # By device: a call that the library refuses must not bind the stage's graphs to the wrong one.
     graphs = item.state(partial(_graphs, item, mel.device), str(mel.device))
-    return graphs.run(mel.shape[-1], partial(quantize_short, tokenizer), mel, mel_len)
+    return graphs.run(mel.shape[-1], partial(quantize_short, tokenizer), mel, mel_len, owner=tokenizer)

@@ -6,7 +6,8 @@ replay), 33 ms on the reference thread's NPU (10.69 there as a replay). Lengths 
 
 The weights are shared by every replica in the process; graphs and their static
 buffers belong to one stage, so that each stage's ``max_graphs`` and counters are
-its own.
+its own. A capture that the driver refuses leaves that length eager (``runtime.npu``
+tells what no process survives).
 """
 
 from __future__ import annotations
@@ -38,4 +39,4 @@ def forward_spk_embedding(item: Item[GraphOptions], wrapped: Any, core: Any, /, 
         return wrapped(spk_feat)
     features = runtime.upload(spk_feat, core.device)
     graphs = item.state(partial(_graphs, item, features.device))
-    return graphs.run(features.shape[0], model, features)
+    return graphs.run(features.shape[0], model, features, owner=model.model)

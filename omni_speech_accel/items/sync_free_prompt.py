@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from omni_speech_accel import runtime
-from omni_speech_accel.items._prompt import loads_now, quantize_short, takes_short_path
+from omni_speech_accel.items._prompt import ensure_models_loaded, quantize_short, takes_short_path
 from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.session import Item
 
@@ -57,13 +57,6 @@ class AsyncUploads(TorchFunctionMode):
             device = torch.device(kwargs["device"])
             return runtime.upload(func(*args, **{**kwargs, "device": "cpu"}), device)
         return func(*args, **kwargs)
-
-
-def ensure_models_loaded(item: Item[ItemOptions], wrapped: Any, core: Any, /) -> None:
-    """Move the encoder's rotary table to the device once; its forward then finds it there."""
-    if loads_now(item, wrapped, core):
-        encoder = core._audio_tokenizer.encoder
-        encoder.freqs_cis = encoder.freqs_cis.to(core.device)
 
 
 def prepare_prompt(item: Item[ItemOptions], wrapped: Any, core: Any, /, prompt_wav: str) -> Any:

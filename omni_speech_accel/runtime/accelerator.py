@@ -96,7 +96,7 @@ class Accelerator(ABC):
         `torch.set_float32_matmul_precision` and the `allow_tf32` flags set these too; reading those instead raises
         where somebody has used both kinds.
         """
-        backends = torch.backends
+        backends: Any = torch.backends
         return (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision)
 
     def check_setup(self, device: Device) -> None:

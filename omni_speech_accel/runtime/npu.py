@@ -18,6 +18,14 @@ from omni_speech_accel.runtime.errors import RuntimeSetupError
 class NpuAccelerator(DeviceModuleAccelerator):
     """Backend for `npu`.
 
+    What becomes of a capture that fails, from torch_npu's sources (2.6 to 2.14). What the driver refuses at the begin
+    or the end (`207008`, out of streams), and what an operator refuses before its launch ("Cannot run aclop operators
+    during NPU graph capture"), is raised in the calling thread; it is undone, and the shape runs eager. But launches
+    run in a thread of their own (`TASK_QUEUE_ENABLE=1`, the default), and one that fails there, as that of an operator
+    which synchronises in a recording, stops that thread for good: torch_npu raises "The process exits for this inner
+    error" and launches nothing more. No fallback survives that, so only functions whose operators are known to be
+    recordable are captured here: CAM++ and the S3 tokenizer, which the reference thread replays on its NPU.
+
     Raises:
         ImportError: `torch_npu` is not installed.
     """

@@ -31,6 +31,7 @@ from omni_speech_accel.runtime import (
     RuntimeSetupError,
     accelerator_for,
 )
+from omni_speech_accel.runtime.device_module import DeviceModuleAccelerator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.npu]
 
@@ -340,6 +341,31 @@ def test_failed_capture_runs_eager_and_leaves_the_device_as_it_was(
     assert_same(cache.run(200, model, mel), model(mel))
     assert_same(cache.run(200, model, mel), model(mel))
     assert counts(cache) == {"captures": 1, "replays": 1, "eager": 3, "failures": 1}
+    cache.close()
+
+
+def test_a_capture_refused_at_begin_leaves_the_device_as_it_was(
+    card: torch.device, accelerator: Accelerator, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Refused after all that the library has set in place: the driver itself cannot be made to refuse.
+    begin = DeviceModuleAccelerator._begin
+    refusals = ["207008: out of streams"]
+
+    def refused(self: DeviceModuleAccelerator, graph: object, pool: object) -> None:
+        begin(self, graph, pool)
+        if refusals:
+            raise RuntimeError(refusals.pop())
+
+    monkeypatch.setattr(DeviceModuleAccelerator, "_begin", refused)
+    cache = GraphCache("test", accelerator, card, max_graphs=1)
+    mel = features(1).to(card)
+    assert_same(cache.run(300, model, mel), model(mel))
+    assert counts(cache) == {"captures": 0, "replays": 0, "eager": 1, "failures": 1}
+    assert torch.randn(8, device=card).isfinite().all()
+    other = features(1, 200).to(card)
+    for _ in range(2):
+        assert_same(cache.run(200, model, other), model(other))
+    assert counts(cache) == {"captures": 1, "replays": 1, "eager": 1, "failures": 1}
     cache.close()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from omni_speech_accel.items import speaker_graph
 from omni_speech_accel.plugin.session import session_of
 from tests.items.conftest import only, session_for, simulate
-from tests.simulator import read
+from tests.simulator import Schedule, read
 
 KEY = "speaker_graph"
 
@@ -46,7 +47,7 @@ def test_lengths_over_the_cap_run_eager_and_equal(core: Any, stock_core: Any) ->
     for frames in (40, 50, 60, 60, 40):
         on = read(core._forward_spk_embedding(feature(frames)))
         torch.testing.assert_close(on, stock_core._forward_spk_embedding(feature(frames)), rtol=1e-4, atol=1e-4)
-    assert counts(core) == {"captures": 2, "eager": 2, "replays": 1}
+    assert counts(core) == {"captures": 2, "eager": 2, "eager_cap": 2, "replays": 1}
 
 
 def test_a_failing_capture_is_eager_for_good_and_the_request_is_served(core: Any, stock_core: Any, device: Any) -> None:
@@ -54,7 +55,7 @@ def test_a_failing_capture_is_eager_for_good_and_the_request_is_served(core: Any
     for _ in range(2):
         on = read(core._forward_spk_embedding(feature(60)))
         torch.testing.assert_close(on, stock_core._forward_spk_embedding(feature(60)), rtol=1e-4, atol=1e-4)
-    assert counts(core) == {"failures": 1, "eager": 2}
+    assert counts(core) == {"failures": 1, "eager": 2, "eager_failed": 2}
 
 
 def test_no_host_wait_once_warm(core: Any, device: Any) -> None:
@@ -63,29 +64,60 @@ def test_no_host_wait_once_warm(core: Any, device: Any) -> None:
         core._forward_spk_embedding(feature(60, 1))
 
 
-def test_two_replicas_with_references_of_one_length_get_their_own_embedding(
-    quick_core: Any, stock_core: Any, device: Any
-) -> None:
-    # The model is shared by the process; the second replica's stream runs while the first one's is held back.
-    from omni_speech_accel import runtime
+def check(core: Any, stock_core: Any, frames: int, seed: int = 0) -> None:
+    torch.testing.assert_close(
+        read(core._forward_spk_embedding(feature(frames, seed))),
+        stock_core._forward_spk_embedding(feature(frames, seed)),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
-    replicas = [quick_core(session_for({**only("speaker_device"), KEY: True})) for _ in range(2)]
-    for replica in replicas:
-        simulate(replica)
-    replicas[1]._spk_model = replicas[0]._spk_model
-    accelerator = runtime.accelerator_for("simulated")
-    streams = [accelerator.create_stream("simulated") for _ in range(2)]
-    for replica in replicas:
-        read(replica._forward_spk_embedding(feature(60, 9)))
+
+def test_two_streams_of_a_stage_with_references_of_one_length_get_their_own_embedding(
+    core: Any, stock_core: Any, device: Any
+) -> None:
+    check(core, stock_core, 60, 9)
+    device.drain()
+    device.schedule = Schedule(seed=0)  # the device takes an operation of either stream, as it comes
+    streams = [device.create_stream() for _ in range(2)]
     outputs = []
-    for index, (replica, stream) in enumerate(zip(replicas, streams, strict=True)):
-        with accelerator.use_stream(stream):
-            outputs.append(replica._forward_spk_embedding(feature(60, index)))
-    for index in (1, 0):
-        with accelerator.use_stream(streams[index]):
-            torch.testing.assert_close(
-                read(outputs[index]), stock_core._forward_spk_embedding(feature(60, index)), rtol=1e-4, atol=1e-4
-            )
+    for index, stream in enumerate(streams):
+        with device.use_stream(stream):
+            outputs.append(core._forward_spk_embedding(feature(60, index)))
+    for index, stream in enumerate(streams):
+        with device.use_stream(stream):
+            on, stock = read(outputs[index]), stock_core._forward_spk_embedding(feature(60, index))
+            torch.testing.assert_close(on, stock, rtol=1e-4, atol=1e-4)
+    assert counts(core) == {"captures": 1, "replays": 2}
+
+
+def louder(core: Any) -> Any:
+    """The core's CAM++ with other weights: every embedding has the opposite sign."""
+    model = copy.copy(core._spk_model)
+    model.model = copy.deepcopy(model.model)
+    flipped = model.model.forward
+    model.model.forward = lambda value: -flipped(value)
+    return model
+
+
+def test_a_model_that_takes_the_place_of_a_captured_one_answers_itself(core: Any, stock_core: Any) -> None:
+    for _ in range(2):
+        check(core, stock_core, 60)
+    core._spk_model = louder(core)
+    for _ in range(2):
+        replaced = -read(core._forward_spk_embedding(feature(60)))
+        torch.testing.assert_close(replaced, stock_core._forward_spk_embedding(feature(60)), rtol=1e-4, atol=1e-4)
+    assert counts(core) == {"captures": 2, "replays": 2}
+
+
+def test_two_cores_of_one_stage_each_answer_with_their_own_model(core: Any, stock_core: Any) -> None:
+    other = copy.copy(core)
+    other._spk_model = louder(core)
+    for seed in range(2):
+        check(core, stock_core, 60, seed)
+        replaced = -read(other._forward_spk_embedding(feature(60, seed)))
+        torch.testing.assert_close(replaced, stock_core._forward_spk_embedding(feature(60, seed)), rtol=1e-4, atol=1e-4)
+    assert counts(core) == {"captures": 2, "replays": 2}
 
 
 @pytest.mark.parametrize("model", [SimpleNamespace(run=None), SimpleNamespace(model=torch.nn.Identity(), _graphs={})])

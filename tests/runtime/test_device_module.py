@@ -257,6 +257,13 @@ def test_a_capture_refused_at_begin_is_undone(library: Library, step: str) -> No
     assert_as_before(library)
 
 
+def test_a_capture_that_the_driver_had_begun_is_ended_by_its_own_graph(library: Library) -> None:
+    library.refuses_begin_at, library.begins_refused = "status", 1
+    with pytest.raises(RuntimeError, match="out of streams"):
+        Backend(library).capture(lambda: None, DEVICE, warmups=0)
+    assert [entry for entry in library.log if "waits" not in entry] == ["begin pool1 thread_local on side", "end"]
+
+
 @pytest.mark.parametrize("step", BEGIN_STEPS)
 def test_a_driver_that_refuses_every_begin_leaves_the_generator_usable(library: Library, step: str) -> None:
     library.refuses_begin_at, library.begins_refused = step, 100
