@@ -159,8 +159,9 @@ def test_a_run_that_is_stopped_reports_the_arms_that_were_done(
             raise KeyboardInterrupt
 
     report, waveforms = run(
-        [Arm(STOCK), ITEM, second], small_checkpoint, profile, WORK, platform, tmp_path, progress=progress
-    )
+        [Arm(STOCK), ITEM, second], small_checkpoint, profile, replace(WORK, streams=1), platform, tmp_path,
+        progress=progress,
+    )  # fmt: skip
     assert (report.unmeasured, report.ok, report.comparable) == (("second",), False, True)
     assert [arm.name for arm in report.arms] == [STOCK, ITEM.name] == list(waveforms)
     assert {row.pair for row in report.rows} == {ITEM.name}
