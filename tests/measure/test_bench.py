@@ -19,9 +19,10 @@ from omni_speech_accel.host import source as host
 from omni_speech_accel.measure import bench as runner
 from omni_speech_accel.measure import report_files as files
 from omni_speech_accel.measure.abba import PHASES
-from omni_speech_accel.measure.bench import STOCK, Arm, BenchReport, Workload, item_arms, run
+from omni_speech_accel.measure.bench import STOCK, Arm, BenchReport, item_arms, run
 from omni_speech_accel.measure.driver import Code2WavDriver
 from omni_speech_accel.measure.stage_profile import StageProfile
+from omni_speech_accel.measure.workload import Workload
 from omni_speech_accel.plugin.table import PATCHES
 
 Run = tuple[BenchReport, runner.Waveforms, list[str]]
