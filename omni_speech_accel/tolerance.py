@@ -19,6 +19,10 @@ class Tolerance:
     relative: float = 0.0
     cosine: float | None = None
 
+    def allows(self, relative: float, cosine: float) -> bool:
+        """Whether a difference of this size is within both bounds; a NaN is not."""
+        return relative <= self.relative and (self.cosine is None or cosine >= self.cosine)
+
     def __str__(self) -> str:
         if self.relative == 0.0:
             return "bit-exact"

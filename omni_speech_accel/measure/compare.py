@@ -83,9 +83,5 @@ def compare(what: str, stock: torch.Tensor, ours: torch.Tensor, tolerance: Toler
     relative = math.sqrt(gap / first) if first > 0.0 else math.inf
     norms = math.sqrt(first) * math.sqrt(second)
     cosine = product / norms if norms > 0.0 else 0.0
-    ok = (
-        tolerance.relative > 0.0
-        and relative <= tolerance.relative
-        and (tolerance.cosine is None or cosine >= tolerance.cosine)
-    )
+    ok = tolerance.relative > 0.0 and tolerance.allows(relative, cosine)
     return Difference(what, ok, largest, relative, cosine, differing, entries, str(tolerance))

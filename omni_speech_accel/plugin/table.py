@@ -213,7 +213,11 @@ PATCHES: tuple[Patch, ...] = (
         summary="CAM++ speaker embedding on the accelerator, built from campplus.onnx, instead of CPU onnxruntime.",
         why="campplus on CPU onnxruntime is 77-79 ms of a 144-155 ms prompt setup on an H200 host.",
         parity="equal to onnxruntime but for another order of summation, checked at load over several lengths",
-        tolerances={SPEAKER_EMBEDDING: DeviceTolerances(Tolerance(2e-5), npu=Tolerance(5e-3, 0.99999))},
+        # Trained weights (3D-Speaker's zh_en common advanced) against onnxruntime, 450 inputs of 30 to 900 frames, one
+        # thread and two: median 2.3e-6, worst 1.9e-5, rounding on either side. One per cent on the least influential
+        # weight: 4e-4. Ascend's HF32 keeps ten mantissa bits, as TF32, with which 1.1e-3 was measured; the weights are
+        # held to the full tolerance on the CPU first.
+        tolerances={SPEAKER_EMBEDDING: DeviceTolerances(Tolerance(5e-5, 0.99999999), npu=Tolerance(5e-3, 0.99999))},
         retire="when the host runs campplus on every accelerator",
         upstream=_PROMPT_THREAD,
         hooks=(
