@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from omni_speech_accel.campplus.network import CampplusNet
-from omni_speech_accel.campplus.onnx_weights import CampplusFormatError, parse_onnx, read_campplus_weights
+from omni_speech_accel.campplus.onnx_graph import CampplusFormatError, data_files, parse_onnx
+from omni_speech_accel.campplus.onnx_weights import read_campplus_weights
 from omni_speech_accel.campplus.parity import (
     CampplusParityError,
     LengthParity,
@@ -20,6 +23,7 @@ from omni_speech_accel.campplus.parity import (
     measure_parity,
 )
 from omni_speech_accel.runtime import upload
+from omni_speech_accel.tolerance import DeviceTolerances
 
 __all__ = [
     "Campplus",
@@ -45,11 +49,12 @@ class Campplus:
         self.model = model.to(device)
         self.device = device
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, feat: Tensor) -> Tensor:
         """Mean-normalised log-mel fbank ``[T, 80]`` (10 ms hop), any device, to ``[1, 192]`` float32 on ``device``.
 
-        Raises ``ValueError`` on another shape.
+        Under ``no_grad`` and not in inference mode: stock's embedding is an ordinary tensor, which a caller may write
+        into or feed to a layer under grad. Raises ``ValueError`` on another shape.
         """
         # Not `.to(device)`: from pageable memory that waits for all that is queued there.
         embedding: Tensor = self.model(upload(feat, self.device).unsqueeze(0))
@@ -65,33 +70,54 @@ def build_campplus(onnx_path: str | Path, device: str | torch.device = "cpu") ->
     return Campplus(model, _with_index(device))
 
 
-_Key = tuple[str, str]
-_Stamp = tuple[int, int]
+_Stamp = tuple[tuple[Path, int, int, int, int], ...]
+_Bits = tuple[int, ...]
 _lock = threading.Lock()
-_loaded: dict[_Key, tuple[_Stamp, Campplus]] = {}
+# Weak: a model is freed with the last stage that uses it, as the host's own weights are.
+_loaded: dict[tuple[str, str], tuple[_Stamp, _Bits, weakref.ref[Campplus]]] = {}
 
 
-def load_campplus(onnx_path: str | Path, device: str | torch.device) -> Campplus:
+def load_campplus(onnx_path: str | Path, device: str | torch.device, tolerances: DeviceTolerances) -> Campplus:
     """The process's one CAM++ for this file and device, gated by :func:`check_parity` when it is first built.
 
-    Replicas of a stage share it. The key is the absolute path with its modification time and size, and the device with
-    its index, so a replaced file is read anew and two cards never share weights. Safe to call from several threads.
+    Replicas of a stage share it. Read anew where the file or its external data was replaced since, and where the
+    weights in memory are no longer those that were read: a sleeping engine drops device memory. Safe to call from
+    several threads.
 
-    Raises :class:`CampplusFormatError`, :class:`CampplusParityError`, ``FileNotFoundError``; nothing is cached then.
+    Args:
+        tolerances: What the gate allows; ``speaker_device`` hands in its row's.
+
+    Raises:
+        CampplusFormatError, CampplusParityError, FileNotFoundError: Nothing is cached then.
     """
     path = os.path.abspath(onnx_path)
     resolved = _with_index(device)
+    key = (path, str(resolved))
     with _lock:
-        stat = os.stat(path)
-        stamp = (stat.st_mtime_ns, stat.st_size)
-        key = (path, str(resolved))
-        entry = _loaded.get(key)
-        if entry is not None and entry[0] == stamp:
-            return entry[1]
+        stamp, bits, reference = _loaded.get(key, ((), (), None))
+        campplus = reference() if reference is not None else None
+        if campplus is not None and stamp == _stamp([file for file, *_ in stamp]) and bits == _bits(campplus):
+            return campplus
+        stamp = _stamp(data_files(path))
         campplus = build_campplus(path, resolved)
-        check_parity(campplus.model, path)
-        _loaded[key] = (stamp, campplus)
+        check_parity(campplus.model, path, tolerances)
+        _loaded[key] = (stamp, _bits(campplus), weakref.ref(campplus))
         return campplus
+
+
+def _stamp(files: Iterable[Path]) -> _Stamp:
+    """What changes when one of these files is replaced, its size and times kept included; empty where one is gone."""
+    try:
+        stats = [(file, file.stat()) for file in files]
+    except FileNotFoundError:
+        return ()
+    return tuple((file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for file, stat in stats)
+
+
+def _bits(campplus: Campplus) -> _Bits:
+    """A checksum of each tensor's bits: 30 ms on a CPU, one transfer from a device."""
+    sums = [value.view(torch.int32).sum(dtype=torch.int64) for value in campplus.model.buffers()]
+    return tuple(torch.stack(sums).tolist())
 
 
 def _with_index(device: str | torch.device) -> torch.device:

@@ -28,18 +28,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni_speech_accel.campplus.onnx_graph import Array
 from omni_speech_accel.campplus.onnx_weights import (
     BLOCK_DILATIONS,
     BLOCK_LAYERS,
     FEATURE_BINS,
     GROWTH,
     HEAD_CHANNELS,
-    Array,
+    SEGMENT_FRAMES,
     CampplusWeights,
 )
-
-# 3D-Speaker CAMLayer.seg_pooling: frames per context segment, after the stride-2 TDNN.
-SEGMENT_FRAMES = 100
 
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
@@ -82,15 +80,6 @@ def _conv(
     return out
 
 
-def _few_columns(weight: Tensor, x: Tensor) -> Tensor:
-    """The pointwise convolution ``weight`` ``[O, C, 1, 1]`` of ``x`` ``[B, C, 1, S]`` with a handful of columns ``S``.
-
-    Product and sum: at one column per 100 frames a convolution kernel takes 10 us for what these two do in 5 (H200),
-    104 times per embedding. A matrix product would follow the process-wide TF32 switch.
-    """
-    return (weight * x.unsqueeze(1)).sum(2)
-
-
 def _float32(value: Array) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
 
@@ -101,10 +90,9 @@ class _HeadConv(nn.Module):
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, weights: tuple[Array, Array | None], stride: tuple[int, int] = (1, 1)) -> None:
+    def __init__(self, weights: tuple[Array, Array], stride: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
         weight, bias = weights
-        assert bias is not None
         self.register_buffer("weight", _float32(weight))
         self.register_buffer("bias", _float32(bias.reshape(-1, 1, 1)))
         self.stride = stride
@@ -131,7 +119,7 @@ class _HeadBlock(nn.Module):
         return out.add_(x if self.shortcut is None else self.shortcut(x)).relu_()
 
 
-def _clamp_form(affine: tuple[Array, Array], weight: Array, bias: Array | None) -> tuple[Array, Array, Array]:
+def _clamp_form(affine: tuple[Array, Array], weight: Array, bias: Array) -> tuple[Array, Array, Array]:
     """Rewrite ``weight @ relu(scale * x + shift) + bias`` as ``matrix @ [1; clamp(x, low, high)]``.
 
     ``weight`` is ``[outputs, C]``; ``low`` and ``high`` are ``[C]``, ``matrix`` is ``[outputs, 1 + C]``.
@@ -142,7 +130,7 @@ def _clamp_form(affine: tuple[Array, Array], weight: Array, bias: Array | None) 
     low = np.where(scale < 0, -_FLOAT_MAX, threshold)
     high = np.where(scale > 0, _FLOAT_MAX, threshold)
     constant = weight @ np.where(flat, np.maximum(shift, 0.0), shift)
-    matrix = _with_bias(weight * scale, constant if bias is None else constant + bias)
+    matrix = _with_bias(weight * scale, constant + bias)
     return np.clip(low, -_FLOAT_MAX, _FLOAT_MAX), np.clip(high, -_FLOAT_MAX, _FLOAT_MAX), matrix
 
 
@@ -156,7 +144,7 @@ class _ClampedPointwise(nn.Module):
     high: Tensor
     weight: Tensor
 
-    def __init__(self, affine: tuple[Array, Array], conv: tuple[Array, Array | None], *, silent: bool) -> None:
+    def __init__(self, affine: tuple[Array, Array], conv: tuple[Array, Array], *, silent: bool) -> None:
         super().__init__()
         low, high, matrix = _clamp_form(affine, conv[0][:, :, 0], conv[1])
         if silent:
@@ -200,8 +188,6 @@ class _DenseLayer(nn.Module):
         self.register_buffer("taps", _float32(taps[:, :, None, None]))
         weight1, bias1 = weights.conv[f"{path}.cam_layer.linear1"]
         weight2, bias2 = weights.conv[f"{path}.cam_layer.linear2"]
-        assert bias1 is not None
-        assert bias2 is not None
         # The context is a mean plus a segment mean, so the one arrives as two: halve what multiplies it.
         self.register_buffer("mask1", _float32(_passing_one(_with_bias(weight1[:, :, 0], bias1 / 2), one=0.5)))
         self.register_buffer("mask2", _float32(_with_bias(weight2[:, :, 0], bias2)))
@@ -254,8 +240,6 @@ class CampplusNet(nn.Module):
         self.conv2 = _HeadConv(conv["head.conv2"], (2, 1))
         tdnn_weight, tdnn_bias = conv["xvector.tdnn.linear"]
         dense_weight, dense_bias = conv["xvector.dense.linear"]
-        assert tdnn_bias is not None
-        assert dense_bias is not None
         self.register_buffer("tdnn_weight", _float32(tdnn_weight[:, :, None, :]))
         self.register_buffer("tdnn_bias", _float32(tdnn_bias.reshape(-1, 1, 1)))
         self.blocks = nn.ModuleList()

@@ -12,33 +12,14 @@ import torch
 from torch import nn
 
 from omni_speech_accel.campplus.network import CampplusNet
-from omni_speech_accel.campplus.onnx_weights import parse_onnx, read_campplus_weights
+from omni_speech_accel.campplus.onnx_graph import CampplusFormatError, parse_onnx
+from omni_speech_accel.campplus.onnx_weights import EMBEDDING_SIZE, read_campplus_weights
 from omni_speech_accel.campplus.synthetic_fbank import speech_like_fbank
+from omni_speech_accel.tolerance import DeviceTolerances, Tolerance
 
 # Frames (10 ms hop): shorter than one mask segment; exactly one segment (100 frames after the stride-2 layer); an odd
 # count over two segments; a 6 s reference as MiniCPM-o folds them; one that ends just past a segment border.
 PARITY_LENGTHS = (97, 200, 345, 598, 805)
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """How far an embedding may be from onnxruntime's: relative L2 error and cosine."""
-
-    max_relative_error: float
-    min_cosine: float
-
-
-# Rounding between two orders of the same float32 sums: 4e-7 to 1.6e-6 on CPUs, up to 2.4e-6 on an H200. One per cent on
-# the least influential tensor moves an embedding by 1.9e-5.
-FULL_PRECISION = Tolerance(1e-5, 0.99999999)
-# Ascend convolves in HF32 unless told otherwise: ten mantissa bits, as TF32, with which 1.1e-3 was measured. The host
-# accepts cosine 0.999998 for its own torch CAM++ there. Weights are held to FULL_PRECISION on the CPU beforehand.
-REDUCED_PRECISION = Tolerance(5e-3, 0.99999)
-
-
-def tolerance_on(device: torch.device) -> Tolerance:
-    """The tolerance that a device's float32 convolutions can meet."""
-    return FULL_PRECISION if device.type in ("cpu", "cuda") else REDUCED_PRECISION
 
 
 @dataclass(frozen=True)
@@ -69,10 +50,7 @@ class ParityReport:
     @property
     def passed(self) -> bool:
         """No tensor altered, and all lengths finite and within the tolerance."""
-        return not self.altered and all(
-            row.relative_error <= self.tolerance.max_relative_error and row.cosine >= self.tolerance.min_cosine
-            for row in self.lengths
-        )
+        return not self.altered and all(self.tolerance.allows(row.relative_error, row.cosine) for row in self.lengths)
 
 
 class CampplusParityError(RuntimeError):
@@ -85,8 +63,7 @@ class CampplusParityError(RuntimeError):
             altered += f" and {len(report.altered) - 4} more"
         super().__init__(
             f"CAM++ differs from {onnx_path} at {worst.frames} frames: relative L2 error {worst.relative_error:.2e} "
-            f"(allowed {allowed.max_relative_error:.0e}), cosine {worst.cosine:.9f} (allowed {allowed.min_cosine})"
-            f"{altered}"
+            f"and cosine {worst.cosine:.9f}, allowed is {allowed}{altered}"
         )
         self.report = report
 
@@ -103,7 +80,12 @@ def altered_tensors(model: CampplusNet, onnx_path: str | Path) -> tuple[str, ...
     )
 
 
-def measure_parity(model: nn.Module, onnx_path: str | Path, lengths: tuple[int, ...] = PARITY_LENGTHS) -> ParityReport:
+def measure_parity(
+    model: nn.Module,
+    onnx_path: str | Path,
+    tolerances: DeviceTolerances,
+    lengths: tuple[int, ...] = PARITY_LENGTHS,
+) -> ParityReport:
     """Run ``model`` (``[B, T, 80]`` to ``[B, 192]``, on its own device) and the ONNX file on the same inputs."""
     import onnxruntime
 
@@ -115,7 +97,10 @@ def measure_parity(model: nn.Module, onnx_path: str | Path, lengths: tuple[int, 
     rows = []
     for frames in lengths:
         feat = speech_like_fbank(frames)[None]
-        expected = np.asarray(session.run(None, {name: feat})[0], dtype=np.float64).ravel()
+        answer = session.run(None, {name: feat})[0]
+        if answer.size != EMBEDDING_SIZE:
+            raise CampplusFormatError(f"{onnx_path}: an embedding of shape {answer.shape}")
+        expected = np.asarray(answer, dtype=np.float64).ravel()
         with torch.inference_mode():
             actual = model(torch.from_numpy(feat).to(device)).cpu().numpy().astype(np.float64).ravel()
         scale = float(np.linalg.norm(expected))
@@ -128,17 +113,22 @@ def measure_parity(model: nn.Module, onnx_path: str | Path, lengths: tuple[int, 
             )
         )
     altered = altered_tensors(model, onnx_path) if isinstance(model, CampplusNet) else ()
-    return ParityReport(tuple(rows), tolerance_on(device), altered)
+    return ParityReport(tuple(rows), tolerances.on(device.type), altered)
 
 
-def check_parity(model: nn.Module, onnx_path: str | Path, lengths: tuple[int, ...] = PARITY_LENGTHS) -> ParityReport:
+def check_parity(
+    model: nn.Module,
+    onnx_path: str | Path,
+    tolerances: DeviceTolerances,
+    lengths: tuple[int, ...] = PARITY_LENGTHS,
+) -> ParityReport:
     """:func:`measure_parity`, raising :class:`CampplusParityError` outside the tolerance of the model's device.
 
-    Where the device can only meet :data:`REDUCED_PRECISION`, a copy on the CPU is held to the full one first.
+    Where the device cannot meet the full tolerance, a copy on the CPU is held to it first.
     """
-    if tolerance_on(_device_of(model)) is not FULL_PRECISION:
-        check_parity(copy.deepcopy(model).to("cpu"), onnx_path, lengths)
-    report = measure_parity(model, onnx_path, lengths)
+    if tolerances.on(_device_of(model).type) != tolerances.full:
+        check_parity(copy.deepcopy(model).to("cpu"), onnx_path, tolerances, lengths)
+    report = measure_parity(model, onnx_path, tolerances, lengths)
     if not report.passed:
         raise CampplusParityError(report, onnx_path)
     return report

@@ -19,6 +19,7 @@ import torch
 from omni_speech_accel.items._prompt import loads_now
 from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.session import Item
+from omni_speech_accel.plugin.table import SPEAKER_EMBEDDING, patch_for
 
 __all__ = [
     "enable_device_spk_embedding",
@@ -48,7 +49,7 @@ def _load(item: Item[ItemOptions], core: Any) -> Any | None:
 
     onnx_path = Path(core.model_path) / "campplus.onnx"
     try:
-        return load_campplus(onnx_path, core.device)
+        return load_campplus(onnx_path, core.device, patch_for(KEY).tolerances[SPEAKER_EMBEDDING])
     except Exception as error:
         # Whatever keeps our model from standing (format, parity, memory), stock's own session serves the stage.
         item.reject(f"{type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ import soundfile
 from omni_speech_accel import plugin
 from omni_speech_accel.plugin.session import StageSession, attach, use_session
 from omni_speech_accel.plugin.settings import resolve
+from tests.campplus.conftest import TOLERANCES
 from tests.runtime.conftest import accelerator, device  # noqa: F401
 
 CoreFactory = Callable[..., Any]
@@ -81,7 +82,7 @@ def quick_core(stock_core: Any) -> CoreFactory:
         core._flow, core._hift, core._models_loaded = stock_core._flow, stock_core._hift, True
         core._spk_model = stock_core.spk_model
         if session.on("speaker_device"):
-            core._spk_model = load_campplus(Path(core.model_path) / "campplus.onnx", "cpu")
+            core._spk_model = load_campplus(Path(core.model_path) / "campplus.onnx", "cpu", TOLERANCES)
         attach(core._audio_tokenizer, session)
         return core
 

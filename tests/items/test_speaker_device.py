@@ -13,11 +13,10 @@ import torch
 from omni_speech_accel.campplus.model import Campplus
 from omni_speech_accel.items import speaker_device
 from omni_speech_accel.plugin.session import session_of, use_session
+from tests.campplus.conftest import SHORT, SHORT_FRAMES, TOLERANCES
 from tests.items.conftest import drop_chunk_buffers, only, session_for
 
 KEY = "speaker_device"
-RELATIVE = 2e-5
-COSINE = 0.99999
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +31,8 @@ def test_the_embedding_is_stocks_within_the_stated_tolerance(core: Any, stock_co
     assert isinstance(core._spk_model, Campplus)
     assert isinstance(stock_core.spk_model, onnxruntime.InferenceSession)
     assert (on.shape, on.dtype, on.device) == (stock.shape, stock.dtype, stock.device)
-    assert float((on - stock).norm() / stock.norm()) <= RELATIVE
-    assert float(torch.cosine_similarity(on, stock)) >= COSINE
+    allowed = SHORT if frames < SHORT_FRAMES else TOLERANCES.full
+    assert allowed.allows(float((on - stock).norm() / stock.norm()), float(torch.cosine_similarity(on, stock)))
 
 
 def test_the_other_prompt_features_are_untouched(core: Any, stock_core: Any, wav: Any) -> None:
@@ -108,8 +107,8 @@ def test_a_file_of_another_format_is_not_applied_and_stock_serves(core_factory: 
     path = broken_checkpoint / "campplus.onnx"
     model = onnx.load(str(path))
     for node in model.graph.node:
-        if node.op_type == "Conv":
-            node.name = "/elsewhere/" + node.name
+        if node.op_type == "Sigmoid":
+            node.op_type = "HardSigmoid"
     onnx.save(model, str(path))
     core = load(broken_checkpoint)
     session = session_of(core)
@@ -167,7 +166,7 @@ def test_a_cuda_core_that_declines_tensorrt_gets_our_model(
     small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = object()
-    monkeypatch.setattr("omni_speech_accel.campplus.model.load_campplus", lambda path, device: ours)
+    monkeypatch.setattr("omni_speech_accel.campplus.model.load_campplus", lambda *args: ours)
     core = SimpleNamespace(
         device=torch.device("cuda"), model_path=str(small_checkpoint / "assets" / "token2wav"), _spk_model=None
     )
