@@ -35,8 +35,8 @@ unit-$(COMPAT): HOSTLESS := --ignore tests/runtime --ignore tests/simulator \
 
 # Two processes of one thread each: more threads only wait for each other at these sizes.
 $(HOSTS:%=unit-%): unit-%: env-%
-	OMP_NUM_THREADS=1 $(call in,$*) pytest -m "not server and not gpu and not npu" -n 2 --dist loadscope \
-		$(HOSTLESS) -o cache_dir=.cache/pytest
+	OMP_NUM_THREADS=1 $(call in,$*) pytest -m "not server and not gpu and not npu" $(HOSTLESS) \
+		-n 2 --dist loadscope --no-loadscope-reorder -o cache_dir=.cache/pytest
 
 # By itself: two servers at a time take all of the machine.
 $(HOSTS:%=server-%): server-%: env-%

@@ -10,6 +10,7 @@ __all__ = [
     "BLOCKING_COPY",
     "KILL_SWITCH",
     "METRICS_DIRECTORY",
+    "PLUGIN_FILTER",
     "blocking_copy_problem",
     "blocking_copy_requested",
     "kill_switch_problem",
@@ -25,6 +26,9 @@ BLOCKING_COPY = "OMNI_SPEECH_ACCEL_BLOCKING_COPY"
 
 METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's: where the processes of a server leave their counts for its ``/metrics``."""
+
+PLUGIN_FILTER = "VLLM_PLUGINS"
+"""vLLM's: names of the plugins that it loads, of every group; without it all of them load."""
 
 _FALSE = frozenset({"0", "false", "off", "no"})
 _TRUE = frozenset({"1", "true", "on", "yes"})

@@ -17,6 +17,14 @@ os.environ.pop("OMNI_SPEECH_ACCEL", None)
 from omni_speech_accel import plugin
 from tests.fixtures_checkpoint import small_checkpoint  # noqa: F401
 
+# Modules of half a minute of CPU and more, longest first.
+LONG = ("test_mutations", "test_bench", "test_compare_modes", "test_verify", "test_sync_free_prompt", "test_end_to_end")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long modules first: whoever of two processes takes one of them last works on when the other has nothing left."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
 
 @pytest.fixture
 def registered() -> Iterator[None]:

@@ -45,60 +45,10 @@ STACKS = Path(__file__).resolve().parents[1] / "omni_speech_accel" / "host" / "s
 # Pure Python that both hosts load at the version their stacks were verified with.
 FROM_STACK = ("hyperpyyaml", "s3tokenizer", "step-audio2")
 
-# What importing the speech stages needs beyond PyTorch, torchaudio, transformers, onnx, onnxruntime and the
-# common packages of a machine-learning image. pydantic-core is pinned by pydantic.
-SHARED = (
-    "aenum==3.1.16",
-    "annotated-types==0.8.0",
-    "apache-tvm-ffi==0.1.15.post2",
-    "cachetools==8.0.2",
-    "cbor2==6.3.0",
-    "cffi==2.1.1",
-    "fastapi==0.136.3",
-    "httpx2==2.16.2",
-    "httpcore2==2.16.2",
-    "idna==3.20",
-    "jiter==0.19.0",
-    "llguidance==1.7.6",
-    "loguru==0.7.3",
-    "msgspec==0.23.0",
-    "omegaconf==2.4.0",
-    "openai==3.57.0",
-    "oss-harmony==0.0.11",
-    "partial-json-parser==0.2.1.1.post7",
-    "prettytable==3.18.0",
-    "pybase64==1.5.1",
-    "pycparser==3.0",
-    "pydantic==2.14.4",
-    "pydantic-core==2.50.5",
-    "pyzmq==27.3.0",
-    "ruamel.yaml==0.18.17",
-    "ruamel.yaml.clib==0.2.15",
-    "sniffio==1.3.1",
-    "soundfile==0.14.0",
-    "starlette==1.10.0",
-    "truststore==0.10.5",
-    "typing-extensions==4.16.0",
-    "typing-inspection==0.4.5",
-    "wcwidth==0.9.4",
-    "xgrammar==0.2.8",
-)
-
-# What this package and its tests need; an image may have them, in versions of its own.
-OURS = (
-    "click==8.5.1",
-    "iniconfig==2.3.1",
-    "markdown-it-py==4.3.0",
-    "mdurl==0.1.2",
-    "pluggy==1.7.0",
-    "prometheus-client==0.26.0",
-    "pygments==2.21.0",
-    "pytest==9.2.0",
-    "rich==15.0.0",
-    "shellingham==1.5.4",
-    "typer==0.29.2",
-    "wrapt==2.5.2",
-    "annotated-doc==0.0.7",
+SHARED = tuple(
+    line
+    for line in Path(__file__).with_name("locks").joinpath("gpu_pack.txt").read_text().splitlines()
+    if not line.startswith("#")
 )
 
 PYTHON = "3.12"
@@ -247,7 +197,7 @@ def _host_members(version: str, engine: str, site: Path | None, cache: Path) -> 
 
 
 def _shared_requirements(stack: dict[str, str]) -> list[str]:
-    return sorted([*SHARED, *OURS, *(f"{name}=={stack[name]}" for name in FROM_STACK)], key=str.lower)
+    return sorted([*SHARED, *(f"{name}=={stack[name]}" for name in FROM_STACK)], key=str.lower)
 
 
 def _shared_members(requirements: Iterable[str], cache: Path) -> list[Member]:

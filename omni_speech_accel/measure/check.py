@@ -19,14 +19,14 @@ class Check:
     """How one item is verified.
 
     Args:
-        run: Makes the comparison on a workbench.
+        run: Makes the comparison on a workbench, given the item and this row.
         beside: Items that are on in both arms, since this one acts on what they put there.
         phases: The bench phases that the item can change; empty where the speech stage's work does not show it.
         acted: Names of counter events of which one must be above zero, or the item did nothing; empty: any event.
         idle: Why the item has nothing to do in a stage that runs by this execution policy, or ``""``.
     """
 
-    run: Callable[[Workbench, str], Outcome]
+    run: Callable[[Workbench, str, Check], Outcome]
     beside: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     acted: tuple[str, ...] = ()

@@ -169,7 +169,7 @@ def _run(bench: Workbench, patch: Patch, check: Check, asked: bool) -> ItemResul
     if bench.platform not in patch.platforms:
         return result(NOT_RUN, f"needs {' or '.join(patch.platforms)}: not run here ({bench.platform})")
     try:
-        outcome = check.run(bench, patch.key)
+        outcome = check.run(bench, patch.key, check)
     except UserError:
         raise
     except Exception as error:

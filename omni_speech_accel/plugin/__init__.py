@@ -16,9 +16,10 @@ are known.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
-from omni_speech_accel.environment import killed
+from omni_speech_accel.environment import PLUGIN_FILTER, killed
 
 __all__ = ["is_registered", "register", "unregister"]
 
@@ -43,6 +44,26 @@ def register() -> None:
             logger.exception("omni_speech_accel could not be registered; the server runs stock")
             return
         _registered = True
+    _say_what_the_filter_drops()
+
+
+def _say_what_the_filter_drops() -> None:
+    """Log it before the host fails for the lack of it: in a server's first process, and only where a filter is set."""
+    if PLUGIN_FILTER not in os.environ:
+        return
+    try:
+        from multiprocessing import parent_process
+
+        if parent_process() is not None:
+            return
+        from omni_speech_accel.plugin.loading import plugin_status
+
+        dropped = plugin_status().others_dropped
+    except Exception:
+        logger.exception("omni_speech_accel: the plugins that %s leaves out cannot be listed", PLUGIN_FILTER)
+        return
+    if dropped:
+        logger.warning("omni_speech_accel: %s", dropped)
 
 
 def unregister() -> None:

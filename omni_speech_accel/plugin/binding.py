@@ -10,6 +10,7 @@ left alone on removal, with our wrapper calling straight through.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import sys
@@ -54,6 +55,41 @@ class Bound:
             return False
         setattr(self.parent, self.attribute, self.original)
         return True
+
+
+class _BoundHostFunction(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
+    """A host function as it is read off its class or instance: made at each access, as stock's method is."""
+
+    def _bound_to(self) -> Any:
+        """The instance of a method; None: of a class's or static method, or of a method read off the class."""
+        return self._self_instance if self._self_binding == "function" else None
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        instance = self._bound_to()
+        return getattr, (self._self_owner if instance is None else instance, self.__name__)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        instance = self._bound_to()
+        return self if instance is None else getattr(copy.deepcopy(instance, memo), self.__name__)
+
+
+class _HostFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """A wrapper that copies and pickles as the function it stands for: by reference. wrapt's own refuses."""
+
+    __bound_function_wrapper__ = _BoundHostFunction
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        owner = self._self_host
+        return self.__qualname__ if isinstance(owner, ModuleType) else (getattr, (owner, self.__name__))
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
 
 
 def bound() -> tuple[Bound, ...]:
@@ -131,7 +167,8 @@ def _bind(owner: str, symbol: Symbol, handler: Handler, module: ModuleType) -> N
             return wrapped(*args, **kwargs)
         return handler(wrapped, instance, args, kwargs)
 
-    record.wrapper = wrapt.FunctionWrapper(original, dispatch)
+    record.wrapper = _HostFunction(original, dispatch)
+    record.wrapper._self_host = parent
     setattr(parent, attribute, record.wrapper)
     _bound[key] = record
 

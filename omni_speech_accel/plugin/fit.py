@@ -80,7 +80,7 @@ def is_verified(symbol: Symbol) -> bool:
 
 def fit(patch: Patch) -> Fit:
     """Judge ``patch`` against the installed host's files."""
-    if host.host_info().version is None and host._package_root("vllm_omni") is None:
+    if host.host_info().version is None:
         return Fit(False, "vllm-omni is not installed")
     try:
         return _judged(patch)

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from omni_speech_accel import __version__
-from omni_speech_accel.plugin.metrics import ItemCounters
+from omni_speech_accel.plugin.metrics import ItemCounters, open_export
 from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.settings import BLOCK, Settings, resolve
 from omni_speech_accel.plugin.table import PATCHES, StageModel
@@ -81,6 +81,8 @@ class StageSession:
         self._handed: dict[str, Item[Any]] = {}
         self._idle: dict[str, str] = {}
         self._announced = False
+        if self._on:
+            open_export()
 
     def on(self, key: str) -> bool:
         """Whether item ``key`` acts in this stage. A set look-up: it stands on hot paths."""
@@ -93,6 +95,10 @@ class StageSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> StageSession:
         """A copied model is the same stage; locks and counters do not copy."""
         return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A pickled model has no session: it is read where there is no stage, maybe not even this package."""
+        return type(None), ()
 
     def item(self, key: str) -> Item[Any]:
         """Item ``key`` of this stage. One look-up once it is made: it stands on hot paths."""

@@ -157,11 +157,6 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def is_recording(folder: Path) -> bool:
-    """Whether `folder` looks like something that `save_recording` wrote."""
-    return (folder / _INDEX).is_file()
-
-
 def _to_json(record: StreamRecord, offset: int, length: int) -> dict[str, Any]:
     item = {name.name: getattr(record, name.name) for name in fields(record) if name.name != "pcm"}
     return item | {"ending": record.ending.value, "pcm": [offset, length]}

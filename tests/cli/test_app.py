@@ -21,6 +21,7 @@ from omni_speech_accel import __version__
 from omni_speech_accel.cli import measure as command
 from omni_speech_accel.cli.app import app
 from omni_speech_accel.deploy.blocks import find_blocks
+from omni_speech_accel.errors import RunError
 from omni_speech_accel.host import source as host
 from omni_speech_accel.measure.compare import Difference
 from omni_speech_accel.measure.verify import ItemResult, VerifyReport
@@ -393,3 +394,26 @@ def test_another_device_than_the_hosts_is_exit_code_two(small_checkpoint: Path) 
     done = shell("bench", "--device", "cuda", "--model", str(small_checkpoint), "--json")
     assert done.returncode == 2
     assert "runs on cpu in this environment, not on cuda" in json.loads(done.stdout)["error"]
+
+
+@pytest.mark.parametrize("arguments", [("bench", "--items", "s3_graph"), ("ab", "--a", "stock", "--b", "true")])
+def test_bench_and_ab_hand_their_arguments_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: Sequence[str]
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def run_bench(console: object, choose: Any, **options: Any) -> None:
+        seen.update(options, arms=[arm.name for arm in choose("cuda")])
+        raise RunError("seen")
+
+    monkeypatch.setattr(command, "run_bench", run_bench)
+    shown = invoke(
+        *arguments, "--model", str(tmp_path), "--device", "cuda", "--size", "full", "--streams", "3", "--repeats", "2",
+        "--chunks", "4", "--quick", "--extra", "a=1", "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert shown.stderr == "error: seen\n"
+    assert seen.pop("arms") == (["A", "B"] if arguments[0] == "ab" else ["stock", "s3_graph"])
+    assert seen == {
+        "model": tmp_path, "device": "cuda", "size": "full", "streams": 3, "repeats": 2, "chunks": 4, "quick": True,
+        "extra": {"a": 1}, "out": tmp_path / "out",
+    }  # fmt: skip

@@ -19,7 +19,9 @@ from omni_speech_accel.cli import status
 from omni_speech_accel.cli.status import Platform, collect
 from omni_speech_accel.cli.tables import print_status
 from omni_speech_accel.host import source as host
+from omni_speech_accel.plugin import loading
 from omni_speech_accel.plugin.fit import Fit, fit
+from omni_speech_accel.plugin.loading import plugin_status
 from omni_speech_accel.plugin.options import GraphOptions
 from omni_speech_accel.plugin.settings import SettingsError
 from omni_speech_accel.plugin.table import PATCHES
@@ -47,7 +49,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> list[metadata.EntryPoint]:
         version=metadata.version,
         PackageNotFoundError=metadata.PackageNotFoundError,
     )
-    monkeypatch.setattr(status, "metadata", seen)
+    monkeypatch.setattr(loading, "metadata", seen)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     return found
 
@@ -141,8 +143,31 @@ def test_a_host_with_other_bodies_is_judged_by_capability(monkeypatch: pytest.Mo
     assert not items(found)["sync_free_prompt"].verified
 
 
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize("metadata_of_host", ["Name: vllm-omni\n", "", None])
+def test_a_host_without_a_version_is_judged_by_capability(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, metadata_of_host: str | None
+) -> None:
+    found = metadata.PathDistribution(tmp_path)
+    if metadata_of_host is not None:
+        (tmp_path / "METADATA").write_text(metadata_of_host)
+
+    def distribution(name: str) -> metadata.Distribution:
+        if name == "vllm-omni":
+            return found
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", lambda name: distribution(name).version)
+    monkeypatch.setattr(host, "host_info", host.host_info.__wrapped__)
+    shown = collect(platform=CUDA)
+    assert shown.host == "version unknown"
+    assert shown.stack.startswith("by capability")
+    assert not any("not installed" in note.text for note in shown.notes)
+    assert items(shown)["sync_free_prompt"].state == "available"
+
+
 def test_recommended_filter_names_every_plugin_of_every_host_group(plugins: list[metadata.EntryPoint]) -> None:
-    found = status.plugin_status()
+    found = plugin_status()
     assert found.recommended == "ascend,omni_speech_accel,some_omni_platform,vllm_omni_register_models"
     assert (found.installed, found.loaded, found.dropped) == (True, True, ())
 
@@ -569,7 +594,7 @@ def test_platform_is_guessed_from_packages_and_device_nodes(
 ) -> None:
     engines = {name: version for name, version in versions.items() if name.startswith("vllm")}
     monkeypatch.setattr(host, "host_info", lambda: host.HostInfo("0.30.0", engines, None))
-    monkeypatch.setattr(status, "_version", versions.get)
+    monkeypatch.setattr(host, "version_of", versions.get)
     monkeypatch.setattr(status.os.path, "exists", lambda path: path in nodes)
     assert status.guess_platform().name == expected
 

@@ -15,7 +15,6 @@ import csv
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ import torch  # noqa: E402
 from omni_speech_accel.items import _reference_groups as groups  # noqa: E402
 from omni_speech_accel.items import cold_reference_batch  # noqa: E402
 from omni_speech_accel.measure.driver import Code2WavDriver, ready_platform  # noqa: E402
+from omni_speech_accel.measure.made_on import commit  # noqa: E402
 from omni_speech_accel.synthetic.references import Reference, distinct_references  # noqa: E402
 from tests.gpu import different_voices as voices  # noqa: E402
 from tests.gpu import harness  # noqa: E402
@@ -73,15 +73,6 @@ class Error:
     measure: str
     rows: int
     relative: float
-
-
-def commit() -> str:
-    """The commit of the measured tree, or ``unknown`` where it travelled without its history."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 class Bench:
@@ -183,7 +174,7 @@ class Bench:
         """Everything that was measured, JSON-serialisable."""
         return {
             "host": host,
-            "commit": commit(),
+            "commit": commit() or "unknown",  # where the tree travelled without its history
             "command": " ".join(sys.argv),
             "python": platform.python_version(),
             "torch": torch.__version__,

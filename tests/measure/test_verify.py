@@ -33,7 +33,7 @@ def verdict(
 ) -> ItemResult:
     """What verify makes of an outcome of ``sync_free_prompt``."""
 
-    def run(bench: Workbench, item: str) -> Outcome:
+    def run(bench: Workbench, item: str, check: Check) -> Outcome:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -90,13 +90,13 @@ def test_what_cannot_be_shown_here_is_not_passed_and_fails_only_where_it_was_nam
 
 
 def test_what_was_not_reached_when_the_run_was_stopped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(bench: Workbench, item: str) -> Outcome:
+    def stopped(bench: Workbench, item: str, check: Check) -> Outcome:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
         verify,
         "CHECKS",
-        {"stop_index_cache": Check(lambda bench, item: Outcome((GOOD,))), "sync_free_prompt": Check(stopped)},
+        {"stop_index_cache": Check(lambda bench, item, check: Outcome((GOOD,))), "sync_free_prompt": Check(stopped)},
     )
     monkeypatch.setattr(verify, "fit", lambda patch: Fit(True))
     patches = [patch_for(key) for key in ("stop_index_cache", "sync_free_prompt")]

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import inspect
+import io
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -12,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from omni_speech_accel import plugin
 from omni_speech_accel.plugin import binding
@@ -75,6 +80,64 @@ def test_a_wrapped_constructor_keeps_its_signature(registered: None) -> None:
 
     assert list(inspect.signature(MiniCPMO45Code2Wav.__init__).parameters) == ["self", "vllm_config", "prefix"]
     assert list(inspect.signature(MiniCPMO45Code2Wav).parameters) == ["vllm_config", "prefix"]
+
+
+def test_every_wrapped_function_copies_and_pickles_as_stocks(registered: None) -> None:
+    core_class()
+    importlib.import_module("vllm_omni.model_executor.models.minicpmo_4_5.minicpmo_4_5_code2wav")
+    importlib.import_module("vllm_omni.config.omni_config")
+    records = binding.bound()
+    assert records
+    for record in records:
+        on_the_class = getattr(record.parent, record.attribute)
+        for function in (on_the_class, vars(record.parent)[record.attribute]):
+            assert copy.deepcopy(function) is function
+            assert copy.copy(function) is function
+            for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+                assert pickle.loads(pickle.dumps(function, protocol)) == on_the_class
+
+
+class Host:
+    """Stands for a host class; at module level, so that pickle finds it."""
+
+    def __init__(self) -> None:
+        self.value = [1]
+
+    def method(self) -> list[int]:
+        return self.value
+
+    @staticmethod
+    def static() -> int:
+        return 2
+
+
+@pytest.mark.parametrize("attribute", ["method", "static"])
+def test_a_wrapped_method_of_an_instance_copies_and_pickles_with_the_instance_it_needs(
+    monkeypatch: pytest.MonkeyPatch, attribute: str
+) -> None:
+    symbol = SimpleNamespace(module=__name__, qualname=f"Host.{attribute}")
+    monkeypatch.setattr(Host, attribute, vars(Host)[attribute])  # and back after the test
+    monkeypatch.setattr(binding, "_bound", {})
+    binding._bind(
+        "test", symbol, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs), sys.modules[__name__]
+    )  # type: ignore[arg-type]
+    host = Host()
+    for copied in (copy.deepcopy(getattr(host, attribute)), pickle.loads(pickle.dumps(getattr(host, attribute)))):
+        assert copied() == getattr(host, attribute)()
+        assert attribute == "static" or copied() is not host.value
+
+
+def test_an_object_with_a_session_pickles_without_it(registered: None) -> None:
+    host = Host()
+    attach(host, StageSession(resolve(("t", {})), "t"))
+    assert session_of(host) is not None
+    saved = io.BytesIO()
+    torch.save(host, saved)
+    assert b"omni_speech_accel.plugin" not in saved.getvalue(), "it is read where this package is not installed"
+    loaded = torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
+    assert loaded.value == [1]
+    assert session_of(loaded) is None
+    assert session_of(copy.deepcopy(host)) is session_of(host)
 
 
 NPU_ORDER = """

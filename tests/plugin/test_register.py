@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 
 import pytest
 
@@ -136,3 +136,25 @@ def test_threads_that_register_and_unregister_leave_a_clean_state() -> None:
     for thread in threads:
         thread.join()
     assert not plugin.is_registered()
+
+
+def test_the_log_names_what_a_filter_of_ours_alone_leaves_out_once_in_a_server() -> None:
+    code = """
+        import logging, multiprocessing, sys
+        logging.basicConfig(stream=sys.stdout)
+        from omni_speech_accel import plugin
+        plugin.register()
+        plugin.register()
+        child = multiprocessing.get_context("fork").Process(target=lambda: (plugin.unregister(), plugin.register()))
+        child.start(); child.join()
+        """
+    lines = run(code, VLLM_PLUGINS="omni_speech_accel").stdout.splitlines()
+    (line,) = [line for line in lines if "VLLM_PLUGINS=omni_speech_accel filters" in line]
+    assert line.startswith("WARNING:vllm.omni_speech_accel:")
+    named = set(line.split("drops ")[1].split("; ")[0].split(", "))
+    points = [point for distribution in distributions() for point in distribution.entry_points]
+    others = {point.name for point in points if point.group.startswith("vllm")} - {"omni_speech_accel"}
+    assert others
+    assert named == others
+    recommended = line.rsplit("VLLM_PLUGINS=", 1)[1]
+    assert "filters" not in run(code, VLLM_PLUGINS=recommended).stdout
