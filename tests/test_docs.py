@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from omni_speech_accel.plugin.table import PATCHES
-
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CHANGELOG.md"]
 
@@ -20,12 +18,6 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-def test_every_item_has_its_module_and_its_tests() -> None:
-    for patch in PATCHES:
-        assert (ROOT / "omni_speech_accel" / "items" / f"{patch.key}.py").is_file()
-        assert (ROOT / "tests" / "items" / f"test_{patch.key}.py").is_file()
 
 
 def test_no_machine_path_and_no_registry_is_named() -> None:

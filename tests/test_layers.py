@@ -8,10 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
+
+from omni_speech_accel.plugin.table import ANCHORS, PATCHES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "omni_speech_accel"
@@ -209,3 +212,64 @@ def test_a_way_from_a_server_to_a_persons_module_is_found_however_long(copy: Pat
 def test_a_module_of_a_persons_that_a_server_loads_is_found(copy: Path) -> None:
     add(copy / "items" / "s3_graph.py", f"import importlib\nimportlib.import_module('{PACKAGE}.measure.abba')\n")
     assert f"'{PACKAGE}.measure.abba'" in loaded(copy)
+
+
+# ---- rows are data
+
+
+def not_data(value: object, place: str) -> list[str]:
+    """Places in a row that hold anything but words, numbers, and groups and rows of them."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return []
+    if isinstance(value, tuple):
+        return [bad for number, one in enumerate(value) for bad in not_data(one, f"{place}[{number}]")]
+    if isinstance(value, Mapping):
+        return [bad for key, one in value.items() for bad in not_data(key, place) + not_data(one, f"{place}.{key}")]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [bad for one in fields(value) for bad in not_data(getattr(value, one.name), f"{place}.{one.name}")]
+    return [f"{place} holds {value!r}"]
+
+
+def without_a_row(root: Path) -> list[str]:
+    """Files of items that no row of the table names. Those that several items share start with an underscore."""
+    keys = {patch.key for patch in PATCHES}
+    code = {path.stem for path in (root / PACKAGE / "items").glob("*.py")} - {"__init__"}
+    shared = {name.removeprefix("_") for name in code if name.startswith("_")}
+    tests = {path.stem.removeprefix("test_") for path in (root / "tests" / "items").glob("test_*.py")}
+    own = {name for name in code if not name.startswith("_")}
+    return sorted((own - keys) | (tests - keys - shared) | (keys - own) | (keys - tests))
+
+
+def test_rows_hold_no_functions() -> None:
+    for row in (*PATCHES, *ANCHORS):
+        assert not_data(row, type(row).__name__) == []
+
+
+def test_a_function_in_a_row_is_found() -> None:
+    row = replace(PATCHES[0], hooks=(replace(PATCHES[0].hooks[0], wrapper=print),))
+    assert not_data(row, "row") == [f"row.hooks[0].wrapper holds {print!r}"]
+
+
+def test_every_item_has_a_row_a_module_and_tests() -> None:
+    assert without_a_row(ROOT) == []
+    text = (ROOT / "docs" / "items.md").read_text(encoding="utf-8")
+    assert re.findall(r"^#+ `(\w+)`", text, re.MULTILINE) == [patch.key for patch in PATCHES]
+
+
+def test_an_item_without_a_row_is_found(tmp_path: Path, copy: Path) -> None:
+    shutil.copytree(ROOT / "tests" / "items", tmp_path / "tests" / "items")
+    (copy / "items" / "mine.py").touch()
+    (tmp_path / "tests" / "items" / "test_s3_graph.py").unlink()
+    assert without_a_row(tmp_path) == ["mine", "s3_graph"]
+
+
+def test_every_function_that_a_row_names_is_there() -> None:
+    named = [(patch.module, hook.wrapper) for patch in PATCHES for hook in patch.hooks]
+    named += [(patch.module, patch.idle) for patch in PATCHES if patch.idle]
+    named += [(anchor.implementation, anchor.wrapper) for anchor in ANCHORS]
+    trees = {f"{PACKAGE}.{name}": tree for name, tree, _ in modules(ROOT / PACKAGE)}
+    for module, function in named:
+        body = trees[module].body
+        bound = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        bound |= {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert function in bound, f"{module} has no {function}"

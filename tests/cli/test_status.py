@@ -207,15 +207,16 @@ def test_a_package_that_is_not_installed_fails(plugins: list[metadata.EntryPoint
 
 
 @pytest.mark.usefixtures("plugins")
-def test_launch_blocking_with_graph_items_on_npu_fails_beforehand(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("variable", "value"), [("ASCEND_LAUNCH_BLOCKING", "1"), ("TASK_QUEUE_ENABLE", "2")])
+def test_what_rules_out_graph_items_on_npu_fails_beforehand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, value: str
 ) -> None:
-    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv(variable, value)
     assert collect(platform=NPU).exit_code == 1
     assert collect(platform=CUDA).exit_code == 0
     on = collect(deploy(tmp_path, {"s3_graph": True}), platform=NPU)
     assert on.exit_code == 1
-    assert any("ASCEND_LAUNCH_BLOCKING=1" in text for text in errors(on))
+    assert any(f"{variable}={value}" in text for text in errors(on))
     graphs = [patch.key for patch in PATCHES if patch.options is GraphOptions or "graph" in patch.key]
     graphs += ["cold_setup_precapture"]
     off = collect(deploy(tmp_path, dict.fromkeys(graphs, False)), platform=NPU)
