@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from omni_speech_accel.runtime import accelerator_for
 
 __all__ = [
+    "BackOff",
     "attention_cache_bytes",
     "graph_per_batch_size",
     "halves",
@@ -48,7 +51,37 @@ FREE_MEMORY_SHARE = 0.5
 """Part of the free device memory that one grouped call may take where no cap is set: the rest stays for the vocoder
 and for graph captures, whose failure disables graphs for the process."""
 
+RETRY_AFTER = 64
+"""Steps after which a group size that ran out of memory is tried again: a minute of a stream's chunks."""
+
 _serial = itertools.count()
+
+logger = logging.getLogger("vllm.omni_speech_accel")
+
+
+class BackOff:
+    """The group size that a stage's memory allows, and what its log has been told. A stage steps on one thread."""
+
+    def __init__(self) -> None:
+        self.rows = sys.maxsize
+        self._steps = 0
+        self._told: set[str] = set()
+
+    def next_step(self) -> None:
+        """A step begins; after enough of them the bound is lifted."""
+        self._steps -= 1
+        if self._steps <= 0:
+            self.rows = sys.maxsize
+
+    def failed(self, error: Exception, what: str, rows: int) -> None:
+        """``rows`` at once have failed: the first time for its kind of reason, say so; out of memory, hold fewer."""
+        reason = type(error).__name__
+        if out_of_memory(error):
+            reason = "out of memory"
+            self.rows, self._steps = min(self.rows, (rows + 1) // 2), RETRY_AFTER
+        level = logging.DEBUG if reason in self._told else logging.WARNING
+        self._told.add(reason)
+        logger.log(level, "omni_speech_accel: %d %s (%s: %s)", rows, what, type(error).__name__, error)
 
 
 def signature(features: Any) -> Hashable:

@@ -32,7 +32,6 @@ keep the solve of one reference.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
@@ -50,8 +49,6 @@ from omni_speech_accel.plugin.session import Item
 KEY = "cold_reference_batch"
 
 Cold: TypeAlias = Item[ColdReferenceOptions]
-
-logger = logging.getLogger("vllm.omni_speech_accel")
 
 Encoding = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Hidden states ``[1, F, 80]``, convolution cache and attention cache of one encoded reference."""
@@ -133,6 +130,7 @@ def iter_decode_batches(item: Cold, wrapped: Any, stage: Any, /, buckets: Iterab
 def _with_plan(item: Cold, wrapped: Any, stage: Any, buckets: list[list[Any]]) -> Iterator[list[Any]]:
     step = _step(item)
     step.clear()
+    item.state(groups.BackOff, "back-off").next_step()
     if stage.backend is not None:
         _plan(step, stage, buckets)
     yield from wrapped(buckets)
@@ -255,12 +253,12 @@ def _make_states(
 
 def _solve(item: Cold, wrapped: Any, backend: Any, first: Any) -> None:
     """Solve ``first`` and its companions; they leave ``cold`` either way, and enter ``states`` on success."""
-    step, counters = _step(item), item.counters
+    step, counters, back_off = _step(item), item.counters, item.state(groups.BackOff, "back-off")
     shape = groups.signature(first)
     alike = [features for features in step.cold.values() if groups.signature(features) == shape]
     members = alike[alike.index(first) :]
     if len(members) > 1:
-        members = members[: solve_together(item, backend, first)]
+        members = members[: min(back_off.rows, solve_together(item, backend, first))]
     if groups.graph_per_batch_size(backend):
         members = members[: groups.largest_power_of_two(len(members))]
     while len(members) > 1:
@@ -270,12 +268,7 @@ def _solve(item: Cold, wrapped: Any, backend: Any, first: Any) -> None:
             counters.inc("refused", len(members))
         except Exception as error:
             counters.inc("failures")
-            logger.warning(
-                "omni_speech_accel: %d cold references failed as one batch (%s: %s); solving fewer at once",
-                len(members),
-                type(error).__name__,
-                error,
-            )
+            back_off.failed(error, "cold references failed as one batch; solving fewer at once", len(members))
             if groups.out_of_memory(error):
                 members = list(groups.halves(members)[0])
                 continue

@@ -27,7 +27,6 @@ the streams' caches have moved on and the failure is passed on as it is.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,8 +45,6 @@ BATCH_ERROR = "MiniCPMO45Code2WavBatchError "
 """How the stage recognises an error that is ready for the client (``_batch_error`` in its module)."""
 
 Crossing: TypeAlias = Item[CrossReferenceOptions]
-
-logger = logging.getLogger("vllm.omni_speech_accel")
 
 
 @dataclass
@@ -100,8 +97,10 @@ def _joined(item: Crossing, stage: Any, batches: Iterable[list[Any]]) -> Iterato
     together: dict[Hashable, list[_Candidate]] = {}
     for index, candidate in enumerate(candidates):
         together.setdefault(("alone", index) if candidate.key is None else candidate.key, []).append(candidate)
+    back_off = item.state(groups.BackOff, "back-off")
+    back_off.next_step()
     for group in together.values():
-        for part in _bounded(stage.backend, item.options, group):
+        for part in _bounded(stage.backend, item.options, group, back_off.rows):
             rows = _with_states(stage, part) if len(part) > 1 else None
             if rows is None:
                 yield from (candidate.items for candidate in part)
@@ -163,12 +162,14 @@ def _state_signature(state: Any) -> Hashable:
     )
 
 
-def _bounded(backend: Any, options: CrossReferenceOptions, candidates: list[_Candidate]) -> Iterator[list[_Candidate]]:
+def _bounded(
+    backend: Any, options: CrossReferenceOptions, candidates: list[_Candidate], most: int
+) -> Iterator[list[_Candidate]]:
     """``candidates`` in parts that one call may hold. A bucket of the host is never cut."""
     if len(candidates) == 1:
         yield candidates
         return
-    bound = max_rows(backend, options, candidates[0])
+    bound = min(most, max_rows(backend, options, candidates[0]))
     few_sizes = groups.graph_per_batch_size(backend)
     left = sum(len(candidate.items) for candidate in candidates)
     part: list[_Candidate] = []
@@ -297,12 +298,8 @@ class _JoinedCall:
                 raise
             failure = error
         self.item.counters.inc("failures")
-        logger.warning(
-            "omni_speech_accel: %d rows of different references failed as one batch (%s: %s); decoding them apart",
-            len(rows),
-            type(failure).__name__,
-            failure,
-        )
+        what = "rows of different references failed as one batch; decoding them apart"
+        self.item.state(groups.BackOff, "back-off").failed(failure, what, len(rows))
         own = self._own_batches(rows)
         if groups.out_of_memory(failure) and len(own) > 2:
             del failure

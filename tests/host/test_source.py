@@ -160,6 +160,16 @@ def test_an_unknown_version_is_judged_by_its_files(monkeypatch: pytest.MonkeyPat
     assert fit_module.fit(patch_for("sync_free_prompt")) == fit_module.Fit(True)
 
 
+def test_of_two_definitions_of_a_name_the_last_is_the_one_that_python_has() -> None:
+    tree = ast.parse(
+        "class A:\n def f(self): pass\n def f(self, more): pass\nclass B: pass\nclass B:\n def g(self): pass"
+    )
+    found = host.definition_of(tree, "A.f")
+    assert isinstance(found, ast.FunctionDef)
+    assert [argument.arg for argument in found.args.args] == ["self", "more"]
+    assert host.definition_of(tree, "B.g") is not None
+
+
 def test_an_optional_hook_may_be_missing() -> None:
     hook = Hook(Symbol(TOKENIZER_MODULE, "S3TokenizerV2.gone"), "w", optional=True)
     assert fit_module.fit(Patch("x", "", "", "", "", hooks=(hook,))).applies

@@ -314,6 +314,36 @@ def test_out_of_memory_solves_fewer_at_once() -> None:
     assert prompt_rows(encoded) == [1] * 4
 
 
+def test_a_group_that_ran_out_of_memory_is_not_tried_each_step_and_is_told_once(
+    accel_log: pytest.LogCaptureFixture,
+) -> None:
+    stage = make_stage(setup_cache=0, graphs={"micro_batch_size": 4})
+    break_solve(stage, lambda rows: rows > 1, torch.OutOfMemoryError("CUDA out of memory"))
+    for turn in range(3):
+        voices = [f"voice-{seed}-20" for seed in range(4 * turn, 4 * turn + 4)]
+        tiny.step(stage, [tiny.Stream(f"r{turn}-{voice}", voice) for voice in voices])
+    assert tiny.session(stage).snapshot()[item.KEY]["failures"] == 2
+    assert (
+        len(
+            [
+                record
+                for record in accel_log.records
+                if record.levelname == "WARNING" and "as one batch" in record.getMessage()
+            ]
+        )
+        == 1
+    )
+
+
+def test_a_state_and_an_encoding_are_kept_no_longer_than_they_are_of_use() -> None:
+    stage = make_stage(setup_cache=0)
+    step = tiny.session(stage).state(item.KEY, item._Step)
+    with tiny.calls_of(stage.backend, "decode_batch", lambda *_, **__: (len(step.states), len(step.encodings))) as kept:
+        tiny.step(stage, tiny.streams(*THREE))
+    # A state is 0.4 GiB; the host decodes the references one after the other.
+    assert kept == [(2, 0), (1, 0), (0, 0)]
+
+
 @pytest.mark.parametrize("block", [ONLY, BOTH])
 def test_a_reference_that_fails_does_so_alone_with_stocks_error(block: dict[str, bool]) -> None:
     outcomes = []

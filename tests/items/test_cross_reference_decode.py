@@ -356,6 +356,32 @@ def test_out_of_memory_halves_the_batch_before_it_falls_apart(decoded: Any) -> N
     assert all(stage._states[name].chunk_seq == kept.chunk_seq + 1 for name, kept in before.items())
 
 
+def test_a_size_that_ran_out_of_memory_is_not_tried_each_step_and_is_told_once(
+    decoded: Any, accel_log: pytest.LogCaptureFixture
+) -> None:
+    stage = tiny.make_stage(ONLY)
+    streams = tiny.streams(*(f"voice-{seed}-20" for seed in range(4)))
+    tiny.step(stage, streams)
+    stage.backend.__dict__["_hift_inference"] = failing(torch.OutOfMemoryError("CUDA out of memory"), above=1)
+    with decoded(stage) as sizes:
+        for _ in range(3):
+            tiny.step(stage, streams)
+    assert sizes == [4, 2, 1, 1, 2, 1, 1] + [1] * 4 + [1] * 4
+    told = [
+        record
+        for record in accel_log.records
+        if record.levelname == "WARNING" and "as one batch" in record.getMessage()
+    ]
+    assert len(told) == 1
+    assert "out of memory" in told[0].getMessage()
+    # Memory may have come back by and by.
+    stage.backend.__dict__["_hift_inference"] = failing(torch.OutOfMemoryError("CUDA out of memory"), above=99)
+    tiny.session(stage).state(f"{item.KEY} back-off", groups.BackOff)._steps = 1
+    with decoded(stage) as sizes:
+        tiny.step(stage, streams)
+    assert sizes == [4]
+
+
 def test_only_the_failing_requests_are_named_and_nothing_is_published() -> None:
     messages = []
     for block in (None, ONLY):
