@@ -61,6 +61,13 @@ def applies(patch: Patch, version: str) -> bool:
     )
 
 
+def mark(patch: Patch, version: str) -> str:
+    """What README says of an item on a verified host."""
+    if not applies(patch, version):
+        return "not applied"
+    return "the host refuses the model" if version in patch.refused_on else "yes"
+
+
 def items_table() -> str:
     rows = ["| item | what it does | where | result against stock |", "|---|---|---|---|"]
     rows += [f"| `{patch.key}` | {patch.summary} | {patch.where} | {patch.against_stock} |" for patch in PATCHES]
@@ -71,7 +78,7 @@ def hosts_table() -> str:
     versions = hosts()
     rows = ["| item | devices | " + " | ".join(versions) + " |", "|---|---|" + "---|" * len(versions)]
     for patch in PATCHES:
-        marks = ["yes" if applies(patch, version) else "not applied" for version in versions]
+        marks = [mark(patch, version) for version in versions]
         rows.append(f"| `{patch.key}` | {', '.join(patch.platforms)} | " + " | ".join(marks) + " |")
     return "\n".join(rows)
 

@@ -67,6 +67,8 @@ class DeployView:
         """Why the host will not let ``item`` act on this deploy, or ``""``."""
         if item != _FULL_GRAPH or self.report is None or self.report.graphs is None:
             return ""
+        if self.report.refusal:
+            return f"the host will refuse to start: {self.report.refusal}"
         graphs = self.report.graphs
         return "" if graphs.applied or graphs.satisfied else graphs.reason
 

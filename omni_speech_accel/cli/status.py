@@ -226,6 +226,10 @@ def _is_graph_item(patch: Patch) -> bool:
 
 def _item(patch: Patch, platform: str, view: DeployView | None) -> ItemStatus:
     reason, verified = _not_applicable(patch, platform)
+    if view is None and not reason and platform == "npu":
+        from omni_speech_accel.deploy.check import refused_model
+
+        reason = refused_model(patch, platform)
     asked = view.asked(patch.key) if view is not None else None
     wanted = asked is not None and asked.enabled
     if view is not None and not reason:

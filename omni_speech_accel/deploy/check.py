@@ -10,16 +10,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from omni_speech_accel.deploy.blocks import Block, Reading, check_blocks, find_blocks, read_by
-from omni_speech_accel.deploy.files import DeployFile, check_shape
-from omni_speech_accel.deploy.layering import check_additional, merged
+from omni_speech_accel.deploy.files import DeployFile, check_shape, read_chain, stock_folder
+from omni_speech_accel.deploy.layering import check_additional, merged, runs_v2
 from omni_speech_accel.deploy.profiles import profile_of
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError
+from omni_speech_accel.plugin.table import Patch
 
-__all__ = ["Checked", "Notice", "check", "has_block"]
+__all__ = ["Checked", "Notice", "check", "has_block", "refused_model"]
+
+_RUNNER = "Model Runner V2 is not supported on"
+"""What the host says in ``config.stage_config`` where it refuses a deploy on a platform."""
 
 _NEAR_MISS = 0.7
 """difflib ratio from which a platform's name counts as a misspelt one; ``gpu`` and ``npu`` reach 0.67."""
@@ -81,6 +86,23 @@ def check(
         if reading.lost:
             raise SettingsError(f"{BLOCK}: {reading.block.where}: {reading.lost}")
     return Checked(content, blocks, tuple(_notices(readings, platform, pipeline)))
+
+
+def refused_model(patch: Patch, platform: str) -> str:
+    """Why the host starts no model of an item on ``platform`` from its own deploy files, or ``""``."""
+    profiles = (profile_of(model.pipeline) for model in patch.acts)
+    reasons = [_refused_base(profile.base, platform) for profile in profiles if profile is not None]
+    return reasons[0] if reasons and all(reasons) else ""
+
+
+@lru_cache(maxsize=16)
+def _refused_base(base: str, platform: str) -> str:
+    path = stock_folder() / base
+    source = host.source_of("vllm_omni.config.stage_config")
+    if platform not in ("npu", "xpu") or not path.is_file() or source is None or _RUNNER not in source[0]:
+        return ""
+    refused = runs_v2(merged(read_chain(path)), platform)
+    return f"the host refuses its own {base} on {platform}: {_RUNNER} {platform.upper()}" if refused else ""
 
 
 def _host_platforms() -> list[str]:

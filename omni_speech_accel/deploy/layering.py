@@ -21,6 +21,7 @@ __all__ = [
     "check_additional",
     "merged",
     "own_additional",
+    "runs_v2",
     "section_additional",
     "stage_ids",
     "stage_layers",
@@ -140,6 +141,16 @@ def check_additional(
         started = known is None or stage in known
         if started and config is not None and not isinstance(config, Mapping):
             raise SettingsError(f"{file}: {ADDITIONAL} of stage {stage} must be a mapping, not {config!r}")
+
+
+def runs_v2(content: Mapping[str, Any], platform: str) -> bool:
+    """Whether a stage of the deploy asks for model runner v2, the platform's section applied."""
+    section = (content.get("platforms") or {}).get(platform) or {}
+    stages = [*(section.get("stages") or ())]
+    if section.get("model_runner") != "v1":  # a platform's v1 takes the stages' own v2 back
+        stages += content.get("stages") or ()
+    default = section.get("model_runner", content.get("model_runner"))
+    return default == "v2" or any(stage.get("model_runner") == "v2" for stage in stages)
 
 
 class _Refused(Exception):

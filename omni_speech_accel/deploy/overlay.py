@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from omni_speech_accel.deploy.check import check
+from omni_speech_accel.deploy.check import check, refused_model
 from omni_speech_accel.deploy.files import DeployFile, check_shape, read_chain
 from omni_speech_accel.deploy.layering import ADDITIONAL, merged, stage_ids, stage_layers
 from omni_speech_accel.deploy.pipelines import pipeline_of
@@ -41,6 +41,8 @@ def unavailable(profile: Profile) -> dict[str, str]:
             found[patch.key] = judged.reason
         elif not set(devices) & set(patch.platforms):
             found[patch.key] = f"for {' and '.join(patch.platforms)}, not {' or '.join(devices)}"
+        elif all(refusals := [refused_model(patch, device) for device in devices]):
+            found[patch.key] = refusals[0]
     return found
 
 

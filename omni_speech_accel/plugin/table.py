@@ -92,6 +92,7 @@ class Patch:
         native: Host symbols of which one shows that the host does the work itself.
         acts: The stages in which the item acts.
         idle: Function of the patch's module that tells of a built backend why the item has nothing to do there.
+        refused_on: Verified hosts that start no model of the item on its devices, by a check of their own.
         tolerances: By the name of what is compared; everything else must be bit-exact.
     """
 
@@ -108,6 +109,7 @@ class Patch:
     default: bool = True
     idle: str = ""
     acts: tuple[StageModel, ...] = (CODE2WAV, TOKEN2WAV)
+    refused_on: tuple[str, ...] = ()
     tolerances: Mapping[str, DeviceTolerances] = field(default_factory=dict)
 
     @property
@@ -333,6 +335,7 @@ PATCHES: tuple[Patch, ...] = (
         upstream=f"{_REPOSITORY}/pull/9386",
         platforms=("npu",),
         acts=(FISH_OMNI,),
+        refused_on=("0.32.0rc1",),  # stage 0 asks for model runner v2, which the host refuses on NPU
         needs=(
             Symbol(
                 "vllm_omni.config.omni_config",
