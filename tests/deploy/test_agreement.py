@@ -122,15 +122,16 @@ def assert_agree(path: Path) -> Verdict:
     there, logged = server(path)
     here, told = status(path)
     texts = "\n---\n".join(file.read_text() for file in sorted(path.parent.glob("*.yaml")))
+    if BLOCK not in texts:  # the host's own affair: we say nothing, and refuse nothing that it takes
+        assert not logged
+        assert isinstance(there, str) or not isinstance(here, str), (here, texts)
+        return there
     if isinstance(there, str) or isinstance(here, str):
         assert isinstance(there, str), (here, texts)
         assert isinstance(here, str), (there, texts)
         assert here == there or there.startswith("the host: "), texts
         return there
     assert there == here, texts
-    if BLOCK not in texts:
-        assert logged == []
-        return there
     assert logged == [f"omni_speech_accel: {text}" for text in told], texts
     if not any(present for present, _ in there.values()):
         assert told, f"a block is written, no stage reads one, and nothing is said:\n{texts}"
@@ -140,8 +141,8 @@ def assert_agree(path: Path) -> Verdict:
 # The generator: files as text, since anchors, merge keys and interpolation live there alone.
 
 BLOCKS = st.sampled_from(
-    ["true", "false", '"false"', "{}", "{s3_graph: false}", "{speaker_device: true}", "*items", "${flag}",
-     '${oc.decode:"{speaker_stream: false}"}', "{<<: [*items, *more]}", "\ttrue", "{s3_grap: true}", "null"]
+    ["true", "false", '"false"', "{}", "{s3_graph: false}", "{speaker_device: true}", "*items", "'${flag}'",
+     "\"${oc.decode:'{speaker_stream: false}'}\"", "{<<: [*items, *more]}", "\ttrue", "{s3_grap: true}", "null"]
 )  # fmt: skip
 HEAD = """
 x-items: &items {s3_graph: false}
@@ -212,3 +213,122 @@ def written(folder: Path, files: list[list[str]], *, alone: bool) -> Path:
 @hypothesis_settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_server_and_status_never_disagree(tmp_path: Path, files: list[list[str]], alone: bool) -> None:
     assert_agree(written(tmp_path, files, alone=alone))
+
+
+def chain(folder: Path, *files: str, alone: bool = False) -> Path:
+    return written(folder, [[text] for text in files], alone=alone)
+
+
+def refused(path: Path) -> str:
+    verdict = assert_agree(path)
+    assert isinstance(verdict, str)
+    assert not verdict.startswith("the host: ")
+    return verdict
+
+
+def items_on(path: Path, stage: int = 2) -> frozenset[str]:
+    verdict = assert_agree(path)
+    assert not isinstance(verdict, str), verdict
+    return verdict[stage][1]
+
+
+CONNECTOR_BLOCK = f"connectors: {{{SHM}: {{extra: {{{BLOCK}: true}}}}}}\n"
+STAGE_BLOCK = f"stages: [{{stage_id: 2, additional_config: {{{BLOCK}: true}}}}]"
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("stages: [{stage_id: 0, output_connectors: {to_stage_1: typo}}]",
+         "stages[0].output_connectors.to_stage_1: Undefined connector reference: typo"),
+        ("stages: [{stage_id: 1, input_connectors: null}]", "stages[1].input_connectors is null"),
+        ("stages: [{stage_id: 2, input_connectors: {from_stage_1: {name: MooncakeStoreConnector}}}]",
+         "Connector type mismatch for edge 1->2: "),
+        ("stages: [{stage_id: 2, input_connectors: {from_stage_1: {extra: {}}}}]",
+         "stages[2].input_connectors.from_stage_1 has no name"),
+    ],
+)  # fmt: skip
+def test_a_transfer_config_that_fails_takes_every_block_of_a_connector_with_it(
+    tmp_path: Path, more: str, reason: str
+) -> None:
+    text = refused(chain(tmp_path, CONNECTOR_BLOCK + more))
+    assert f"layer0.yaml: connectors.{SHM}.extra.{BLOCK}: the host hands no connector to any stage" in text
+    assert reason in text
+    verdict, said = server(chain(tmp_path, more))
+    assert verdict == dict.fromkeys(STAGES, (False, frozenset()))
+    assert said == []
+
+
+@pytest.mark.parametrize("extra", ["null", "text"])
+def test_an_extra_that_is_no_mapping_is_refused_by_both(tmp_path: Path, extra: str) -> None:
+    path = chain(tmp_path, f"connectors: {{{SHM}: {{extra: {extra}}}}}\n{STAGE_BLOCK}")
+    assert f"layer0.yaml: connectors.{SHM}.extra must be a mapping" in refused(path)
+
+
+def test_an_overlay_that_replaces_the_mapping_with_the_block_is_refused_and_both_files_are_named(
+    tmp_path: Path,
+) -> None:
+    text = refused(chain(tmp_path, STAGE_BLOCK, "stages: [{stage_id: 2, additional_config: {x: 1}}]"))
+    assert f"layer0.yaml: stages[2].additional_config.{BLOCK}: {tmp_path / 'layer1.yaml'} replaces" in text
+    # What the host lays together key by key is no loss.
+    nested = "stages: [{stage_id: 2, engine_args: {additional_config: %s}}]"
+    assert items_on(chain(tmp_path, nested % f"{{{BLOCK}: true}}", nested % "{x: 1}"))
+
+
+@pytest.mark.parametrize(("overlay", "told"), [("{s3_graph: false}", 1), ("false", 0), ("true", 0)])
+def test_an_overlay_whose_block_replaces_the_bases_is_told_where_it_leaves_items_to_it(
+    tmp_path: Path, overlay: str, told: int
+) -> None:
+    base = f"stages: [{{stage_id: 2, additional_config: {{{BLOCK}: {{speaker_graph: false}}}}}}]"
+    path = chain(tmp_path, base, f"stages: [{{stage_id: 2, additional_config: {{{BLOCK}: {overlay}}}}}]")
+    assert ("speaker_graph" in items_on(path)) is (overlay != "false")
+    _, said = server(path)
+    assert len(said) == told
+    assert all("layer0.yaml" in text and "layer1.yaml" in text for text in said)
+
+
+@pytest.mark.parametrize("section", ["", "platforms: {cuda: {%s}}"])
+def test_a_second_entry_of_a_stage_that_drops_the_blocks_of_the_first_is_refused(tmp_path: Path, section: str) -> None:
+    second = "stage_id: 2, additional_config: {x: 1}"
+    stages = f"stages: [{{stage_id: 2, additional_config: {{{BLOCK}: true}}}}, {{{second}}}]"
+    for alone in (False, True):
+        text = refused(chain(tmp_path, (section or "%s") % stages, alone=alone and not section))
+        assert "replaces what it stands in" in text
+        assert text.count("layer0.yaml") >= 1
+
+
+def test_a_tab_after_the_key_is_a_block_for_both(tmp_path: Path) -> None:
+    assert items_on(chain(tmp_path, f"connectors: {{{SHM}: {{extra: {{{BLOCK}:\ttrue}}}}}}"))
+
+
+@pytest.mark.parametrize(("merge", "on"), [("[*items, *more]", False), ("[*more, *items]", True)])
+def test_merge_keys_are_laid_together_in_the_hosts_order(tmp_path: Path, merge: str, on: bool) -> None:
+    path = chain(tmp_path, f"connectors: {{{SHM}: {{extra: {{{BLOCK}: {{<<: {merge}}}}}}}}}")
+    assert ("s3_graph" in items_on(path)) is on
+
+
+@pytest.mark.parametrize("block", ["'${flag}'", "\"${oc.decode:'true'}\"", "'${x-more}'"])
+def test_an_interpolation_is_resolved_for_both(tmp_path: Path, block: str) -> None:
+    assert items_on(chain(tmp_path, f"connectors: {{{SHM}: {{extra: {{{BLOCK}: {block}}}}}}}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("CUDA", 'the host has no platform "CUDA"; did you mean "cuda"?'),
+        ("gpu", 'the host has no platform "gpu".'),
+        ("npu", "it is for a start on npu, and this one is on cuda"),
+    ],
+)
+def test_a_block_for_another_platform_is_told_of_by_both(tmp_path: Path, name: str, words: str) -> None:
+    path = chain(tmp_path, f"platforms: {{{name}: {{{STAGE_BLOCK}}}}}")
+    assert not items_on(path)
+    _, said = server(path)
+    assert len(said) == 1
+    assert f"platforms.{name}.stages[2].additional_config.{BLOCK}: {words}" in said[0]
+
+
+def test_a_block_where_no_item_acts_is_told_of_by_both(tmp_path: Path) -> None:
+    path = chain(tmp_path, f"stages: [{{stage_id: 0, additional_config: {{{BLOCK}: true}}}}]")
+    assert assert_agree(path) != ""
+    assert "no item acts in stage 0 of MiniCPM-o" in server(path)[1][0]
