@@ -66,3 +66,28 @@ def stage_config() -> Callable[..., SimpleNamespace]:
         )
 
     return build
+
+
+@pytest.fixture
+def seen_as(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the host believe that it runs on another platform."""
+    import vllm_omni.platforms as platforms
+
+    real = platforms.current_omni_platform
+
+    def choose(name: str) -> None:
+        class Seen:
+            device_name = name
+            device_type = name
+
+            def __getattr__(self, attribute: str) -> Any:
+                return getattr(real, attribute)
+
+        monkeypatch.setitem(vars(platforms), "current_omni_platform", Seen())
+
+    return choose
+
+
+@pytest.fixture
+def npu(seen_as: Any) -> None:
+    seen_as("npu")

@@ -41,22 +41,6 @@ def deploy_dir(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_DEPLOY_DIR", str(DEPLOY))
 
 
-@pytest.fixture
-def npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm_omni.platforms as platforms
-
-    real = platforms.current_omni_platform
-
-    class Npu:
-        device_name = "npu"
-        device_type = "npu"
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
-
-    monkeypatch.setitem(vars(platforms), "current_omni_platform", Npu())
-
-
 def pipeline(model: str, name: str) -> Any:
     module = f"{MODELS}.{model}.pipeline"
     if not (DEPLOY.parent / "model_executor" / "models" / model).is_dir():

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
-import importlib.util
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -20,54 +17,21 @@ import pytest
 import yaml
 from vllm_omni.config import omni_config, stage_config
 from vllm_omni.config.omni_config import VllmOmniConfig
-from vllm_omni.model_executor.models.minicpmo_4_5.pipeline import MINICPMO_4_5_PIPELINE
 
 from omni_speech_accel import environment, plugin
 from omni_speech_accel.anchors import deploy as deploy_config
 from omni_speech_accel.anchors.explain import explain
-from omni_speech_accel.deploy.pipelines import host_pipelines
 from omni_speech_accel.host import source as host
 from omni_speech_accel.items.fish_omni_full_graph import capture_sizes, default_sizes
-from omni_speech_accel.plugin import binding
-from omni_speech_accel.plugin.settings import BLOCK, SettingsError
+from omni_speech_accel.plugin.settings import BLOCK
+from tests.host_config import DEPLOY, SHM, build, fish, stock, write
 
-DEPLOY = Path(omni_config._DEPLOY_DIR)
 HAS_FISH = (DEPLOY / "fish_omni.yaml").is_file()
 needs_fish = pytest.mark.skipif(not HAS_FISH, reason="this host has no fish_omni; its reason is tested below")
-SHM = "connector_of_shared_memory"
 ON: dict[str, Any] = {SHM: {"extra": {BLOCK: {"fish_omni_full_graph": True}}}}
 STOCK_TO_128 = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128]
 TO_64 = STOCK_TO_128[:11]
 RUNNER = {"model_runner": "v1"}
-
-
-def fish() -> Any:
-    return importlib.import_module("vllm_omni.model_executor.models.fish_omni.pipeline").FISH_OMNI_PIPELINE
-
-
-@pytest.fixture
-def seen_as(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let the host believe that it runs on another platform."""
-    import vllm_omni.platforms as platforms
-
-    real = platforms.current_omni_platform
-
-    def choose(name: str) -> None:
-        class Seen:
-            device_name = name
-            device_type = name
-
-            def __getattr__(self, attribute: str) -> Any:
-                return getattr(real, attribute)
-
-        monkeypatch.setitem(vars(platforms), "current_omni_platform", Seen())
-
-    return choose
-
-
-@pytest.fixture
-def npu(seen_as: Any) -> None:
-    seen_as("npu")
 
 
 @pytest.fixture(autouse=True)
@@ -93,34 +57,11 @@ def block_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def write(path: Path, base: Path, **content: Any) -> Path:
-    path.write_text(yaml.safe_dump({"base_config": str(base), **content}))
-    return path
-
-
 def overlay(tmp_path: Path, base: Path = DEPLOY / "fish_omni.yaml", **content: Any) -> Path:
     """An overlay with the item on. On the installed host, stage 0 runs the runner that NPU allows."""
     if base.parent == DEPLOY:
         content.setdefault("platforms", {"npu": dict(RUNNER)})
     return write(tmp_path / "my.yaml", base, **{"connectors": ON, **content})
-
-
-def build(path: Path | None, topology: Any = None, cli: dict[str, Any] | None = None, **more: Any) -> Any:
-    return VllmOmniConfig.from_pipeline_config(
-        topology if topology is not None else fish(),
-        deploy_config_path=None if path is None else str(path),
-        cli_overrides={"model": "none", **(cli or {})},
-        **more,
-    )
-
-
-def stock(path: Path | None, topology: Any = None, cli: dict[str, Any] | None = None) -> Any:
-    """What the host builds without us."""
-    plugin.unregister()
-    try:
-        return build(path, topology, cli)
-    finally:
-        plugin.register()
 
 
 def graphs(config: Any, stage: int = 0) -> tuple[str | None, list[int] | None, int | None]:
@@ -528,27 +469,6 @@ def test_other_pipeline_over_the_same_deploy_is_stock(npu: None, block_host: Pat
     assert repr(build(path, other)) == repr(stock(path, other))
 
 
-def test_minicpmo_with_a_block_is_stock(npu: None, tmp_path: Path) -> None:
-    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml", connectors={SHM: {"extra": {BLOCK: True}}})
-    assert repr(build(path, MINICPMO_4_5_PIPELINE)) == repr(stock(path, MINICPMO_4_5_PIPELINE))
-
-
-@pytest.mark.parametrize(
-    ("connectors", "words"),
-    [
-        ({SHM: {"extra": {BLOCK: {"s3_grap": True}}}}, "did you mean"),
-        ({"typo": {"name": "SharedMemoryConnector", "extra": {BLOCK: True}}}, "no stage of this deploy uses"),
-    ],
-)
-def test_a_wrong_block_is_named_by_its_file_where_the_server_hands_in_file_and_object(
-    npu: None, tmp_path: Path, connectors: dict[str, Any], words: str
-) -> None:
-    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml", connectors=connectors)
-    with pytest.raises(SettingsError, match=words) as raised:
-        build(path, MINICPMO_4_5_PIPELINE, user_deploy_config=stage_config.load_deploy_config(path))
-    assert f"{path}: connectors." in str(raised.value)
-
-
 @needs_fish
 def test_callers_deploy_config_is_not_changed(npu: None, block_host: Path, tmp_path: Path) -> None:
     path = overlay(tmp_path, block_host / "fish_omni.yaml")
@@ -581,113 +501,7 @@ def test_kill_switch_is_stock(npu: None, block_host: Path, tmp_path: Path, monke
     assert repr(build(path)) == wanted
 
 
-def test_fault_of_ours_is_logged_and_the_host_starts(
-    npu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml")
-    wanted = repr(stock(path, MINICPMO_4_5_PIPELINE))
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("a fault of ours")
-
-    monkeypatch.setattr(deploy_config, "_load", fail)
-    logger = logging.getLogger("vllm.omni_speech_accel")
-    logger.addHandler(caplog.handler)
-    try:
-        assert repr(build(path, MINICPMO_4_5_PIPELINE)) == wanted
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "a fault of ours" in caplog.text
-
-
-def test_unregister_gives_the_hosts_classmethod_back() -> None:
-    plugin.unregister()
-    original = vars(VllmOmniConfig)["from_pipeline_config"]
-    assert isinstance(original, classmethod)
-    plugin.register()
-    assert any(record.attribute == "from_pipeline_config" for record in binding.bound())
-    assert vars(VllmOmniConfig)["from_pipeline_config"] is not original
-    plugin.unregister()
-    assert vars(VllmOmniConfig)["from_pipeline_config"] is original
-
-
-def test_subclass_builds_its_own_class_through_the_wrapper(tmp_path: Path) -> None:
-    class Mine(VllmOmniConfig):  # type: ignore[misc, valid-type]
-        pass
-
-    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml")
-    config = Mine.from_pipeline_config(
-        MINICPMO_4_5_PIPELINE, deploy_config_path=str(path), cli_overrides={"model": "none"}
-    )
-    assert type(config) is Mine
-
-
-# Wrong config, no start
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            {"stages": [{"stage_id": 2, "additional_config": {BLOCK: {"speaker_grph": True}}}]},
-            'stages[2].additional_config.omni_speech_accel.speaker_grph: unknown item; did you mean "speaker_graph"?',
-        ),
-        ({"connectors": {SHM: {"extra": {BLOCK: {"s3_graph": {"max_graphs": -1}}}}}}, "s3_graph.max_graphs"),
-        ({"connectors": {SHM: {"extra": {BLOCK: "maybe"}}}}, "takes true, false or a mapping of items"),
-        ({BLOCK: True}, "the host ignores the key here"),
-        ({"edges": [{BLOCK: True}]}, "edges[0].omni_speech_accel: the host ignores"),
-        ({"platforms": {"npu": {BLOCK: True}}}, "platforms.npu.omni_speech_accel: the host ignores"),
-        ({"platforms": {"cuda": {"stages": [{"stage_id": 2, BLOCK: True}]}}}, "the host rejects the key here"),
-        (
-            {"connectors": {"unused": {"name": "SharedMemoryConnector", "extra": {BLOCK: True}}}},
-            "connectors.unused.extra.omni_speech_accel: no stage of this deploy uses the connector",
-        ),
-        (
-            {"platforms": {"npu": {"stages": [{"stage_id": 9, "additional_config": {BLOCK: True}}]}}},
-            "the deploy has no stage 9",
-        ),
-        ({"stages": [{"stage_id": 9, "additional_config": {BLOCK: True}}]}, "the deploy has no stage 9"),
-        ({"connectors": {SHM: {"extra": {"omni_speech_acel": True}}}}, 'did you mean "omni_speech_accel"?'),
-    ],
-)
-@pytest.mark.parametrize("name", ["npu", "cpu"])
-def test_wrong_block_stops_the_start(
-    seen_as: Any, tmp_path: Path, content: dict[str, Any], message: str, name: str
-) -> None:
-    seen_as(name)
-    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml", **content)
-    with pytest.raises(SettingsError) as caught:
-        build(path, MINICPMO_4_5_PIPELINE)
-    assert message in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert explain(path, platform=name).error == str(caught.value)
-
-
-def test_block_that_the_hosts_npu_block_replaces_stops_the_start_there_alone(seen_as: Any, tmp_path: Path) -> None:
-    stage = {"stage_id": 2, "additional_config": {BLOCK: True}}
-    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml", stages=[stage])
-    seen_as("cpu")
-    config = build(path, MINICPMO_4_5_PIPELINE)
-    assert config.stage_by_id(2).runtime_config.additional_config == {BLOCK: True}
-    seen_as("npu")
-    assert BLOCK not in stock(path, MINICPMO_4_5_PIPELINE).stage_by_id(2).runtime_config.additional_config
-    with pytest.raises(SettingsError, match=r"platforms\.npu\.stages\[2\]\.additional_config replaces"):
-        build(path, MINICPMO_4_5_PIPELINE)
-
-
-def test_wrong_block_on_the_command_line_stops_the_start(tmp_path: Path) -> None:
-    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml")
-    cli = {"stage_2_additional_config": {BLOCK: {"speaker_grph": True}}}
-    with pytest.raises(SettingsError, match=r"--stage-2-additional-config\.omni_speech_accel\.speaker_grph"):
-        build(path, MINICPMO_4_5_PIPELINE, cli=cli)
-
-
-def test_wrong_block_in_a_callers_object_stops_the_start() -> None:
-    deploy = stage_config.load_deploy_config(DEPLOY / "minicpmo_4_5.yaml")
-    deploy.connectors[SHM]["extra"][BLOCK] = {"speaker_grph": True}
-    for path in (None, DEPLOY / "minicpmo_4_5.yaml"):
-        with pytest.raises(SettingsError, match="speaker_grph"):
-            build(path, MINICPMO_4_5_PIPELINE, user_deploy_config=deploy)
+# Offline
 
 
 _OFFLINE = """
@@ -801,75 +615,6 @@ def test_explain_needs_no_file(npu: None) -> None:
     assert report.deploy == str(DEPLOY / "fish_omni.yaml")
     assert report.graphs is not None
     assert "no omni_speech_accel block" in report.graphs.reason
-
-
-@pytest.mark.skipif(HAS_FISH, reason="this host has fish_omni")
-def test_host_without_the_pipeline_is_not_applied_with_the_reason() -> None:
-    report = explain(pipeline="fish_omni", platform="npu")
-    assert report.graphs is not None
-    assert not report.graphs.applied
-    assert "fish_omni" in report.graphs.reason
-    assert "fish_omni" in report.error
-
-
-def test_explain_reads_the_items_of_each_stage(tmp_path: Path) -> None:
-    block = {BLOCK: {"speaker_device": False}}
-    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml", connectors={SHM: {"extra": block}})
-    report = explain(path, platform="cuda")
-    assert report.pipeline == "minicpmo_4_5"
-    by_id = {stage.stage: stage for stage in report.stages}
-    assert not by_id[0].present
-    assert "speaker_device" in by_id[2].off
-    assert "sync_free_prompt" in by_id[2].on
-    assert by_id[1].on == by_id[2].on
-
-
-def test_explain_of_a_missing_file_is_an_error_not_a_crash(tmp_path: Path) -> None:
-    assert "nowhere.yaml" in explain(tmp_path / "nowhere.yaml", platform="npu").error
-
-
-def test_pipelines_are_read_off_the_hosts_files() -> None:
-    found = host_pipelines()["minicpmo_4_5"]
-    assert found.default_deploy_config_name == MINICPMO_4_5_PIPELINE.default_deploy_config_name
-    assert [stage.stage_id for stage in found.stages] == [stage.stage_id for stage in MINICPMO_4_5_PIPELINE.stages]
-
-
-def test_a_pipeline_file_that_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = host.source_of
-
-    def source_of(module: str) -> Any:
-        if module == "vllm_omni.model_executor.models.fish_omni.pipeline":
-            raise host.UnreadableSource("pipeline.py cannot be read")
-        return read(module)
-
-    host_pipelines.cache_clear()
-    monkeypatch.setattr(host, "source_of", source_of)
-    try:
-        found = host_pipelines()
-    finally:
-        host_pipelines.cache_clear()
-    assert "minicpmo_4_5" in found
-    assert "fish_omni" not in found
-
-
-@pytest.mark.slow
-def test_connector_extra_is_the_one_that_the_host_hands_out() -> None:
-    if importlib.util.find_spec("torchvision") is None:
-        pytest.skip("the host's engine modules need torchvision")
-    from vllm_omni.distributed.omni_connectors import load_omni_transfer_config
-    from vllm_omni.engine.stage_init_utils import get_stage_connector_spec
-
-    for name in ("minicpmo_4_5.yaml", "step_audio_2.yaml", "fish_omni.yaml"):
-        if not (DEPLOY / name).is_file():
-            continue
-        transfer = load_omni_transfer_config(config_dict=stage_config.resolve_deploy_yaml(DEPLOY / name))
-        deploy = stage_config.load_deploy_config(DEPLOY / name)
-        for stage in deploy.stages:
-            theirs = dict(get_stage_connector_spec(transfer, stage.stage_id, True).get("extra", {}))
-            ours = dict(deploy_config._connector_extra(deploy, stage.stage_id))
-            theirs.pop("role", None)  # added for a sender
-            assert ours.pop("wakeup_scope", None) is None or theirs.pop("wakeup_scope")  # random on every load
-            assert ours == theirs
 
 
 # Sizes
