@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take each fix of the accelerator runtime out, and see the simulated accelerator's suite fail.
 
-    python tools/mutations.py [--only PATTERN] [--items]
+    python tools/mutations.py [--only PATTERN]
 
 Each mutation is a replacement of source text that must occur exactly once, in a temporary copy of the package; the
 suite then runs against the copy in a process of its own. A mutation that the suite does not notice has SURVIVED: the
-rule it breaks is not proven. Exit status 1 when any survives or no longer applies, or when the suite fails unmutated.
+rule it breaks is not proven. Where the host is installed, the items' tests on that device must notice, by themselves,
+the mutations that a race or a replaced model of an item depends on. Exit status 1 when any survives or no longer
+applies, or when the suite fails unmutated.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.util
 import io
 import multiprocessing
 import os
@@ -38,7 +41,9 @@ SUITES = {
     "test_staging_simulated.py": "staging.py",
     "test_device_module.py": "device_module.py",
 }
+ITEM_SUITES = ("test_speaker_graph.py", "test_s3_graph.py", "test_speaker_stream.py")
 TIMEOUT = 120  # seconds for one run of the suite, which takes 6 on an idle core
+ITEM_TIMEOUT = 600  # the host's import and checkpoint, 30 seconds, come first
 # First failure, no report, and nothing that is not the suite's own: what a run costs is then the suite itself.
 PYTEST_OPTIONS = ("-x", "-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-c", os.devnull)
 
@@ -59,6 +64,7 @@ class Mutation:
     old: str
     new: str
     also: tuple[str, str] | None = None  # a second replacement, where the mutation needs one
+    items: bool = False  # the items' tests must notice it too
 
 
 WAIT_AND_WRITE = """\
@@ -152,7 +158,7 @@ MUTATIONS = (
         "value.detach().clone(memory_format=torch.contiguous_format)",
         "value.detach()",
     ),
-    Mutation("5 last-use event", "no wait before the shared inputs are written", CACHE, WAIT_LAST_USE, ""),
+    Mutation("5 last-use event", "no wait before the shared inputs are written", CACHE, WAIT_LAST_USE, "", items=True),
     Mutation(
         "5 last-use event",
         "the wait comes after the write",
@@ -160,7 +166,9 @@ MUTATIONS = (
         WAIT_AND_WRITE,
         WAIT_AND_WRITE.replace(WAIT_LAST_USE, "") + "    " + WAIT_LAST_USE,
     ),
-    Mutation("5 last-use event", "the event is never recorded", CACHE, RECORD_LAST_USE, "                pass\n"),
+    Mutation(
+        "5 last-use event", "the event is never recorded", CACHE, RECORD_LAST_USE, "                pass\n", items=True
+    ),
     Mutation(
         "5 last-use event",
         "the event is recorded before the clone",
@@ -383,6 +391,15 @@ MUTATIONS = (
         ", backends.cudnn.conv.fp32_precision)",
         ",)",
     ),
+    Mutation(
+        "12 baked in",
+        "a graph serves whatever model is there",
+        CACHE,
+        "None if owner is None else id(owner)",
+        "None",
+        also=(" and entry.serves(owner):", ":"),
+        items=True,
+    ),
     Mutation("12 baked in", "two models share a graph's key", CACHE, "None if owner is None else id(owner)", "None"),
     Mutation("12 baked in", "a dead model's graph serves its address", CACHE, " and entry.serves(owner):", ":"),
     Mutation(
@@ -526,8 +543,8 @@ def mutate(package: Path, mutation: Mutation) -> bool:
     return True
 
 
-def copy_package(target: Path) -> None:
-    for name in COPIED:
+def copy_package(target: Path, names: tuple[str, ...] = COPIED) -> None:
+    for name in names:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -535,7 +552,7 @@ def copy_package(target: Path) -> None:
             shutil.copy(ROOT / name, target / name)
 
 
-def _run_suite(package: Path, suites: list[str], report: multiprocessing.queues.SimpleQueue[tuple[int, str]]) -> None:
+def _run_suite(package: Path, paths: list[str], report: multiprocessing.queues.SimpleQueue[tuple[int, str]]) -> None:
     import pytest
 
     class FirstFailure:
@@ -549,24 +566,19 @@ def _run_suite(package: Path, suites: list[str], report: multiprocessing.queues.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.path[:] = [str(package), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
     first = FirstFailure()
-    paths = [str(package / "tests" / "runtime" / suite) for suite in suites]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         status = pytest.main([*PYTEST_OPTIONS, "--rootdir", str(package), *paths], plugins=[first])
     report.put((int(status), first.name))
 
 
-def run_suite(package: Path, module: str | None) -> tuple[int, str]:
-    """Exit status of the suite against a copy, and the first test that failed. 124: it hung.
-
-    The tests of `module`, which is the mutated one, run first: they notice soonest.
-    """
-    suites = sorted(SUITES, key=lambda suite: SUITES[suite] != module)
+def run_suite(package: Path, paths: list[str], timeout: int) -> tuple[int, str]:
+    """Exit status of the suite against a copy, and the first test that failed. 124: it hung."""
     # Forked from a parent that has imported torch but nothing of ours: a second per run instead of five.
     context = multiprocessing.get_context("fork")
     report = context.SimpleQueue()
-    process = context.Process(target=_run_suite, args=(package, suites, report))
+    process = context.Process(target=_run_suite, args=(package, paths, report))
     process.start()
-    process.join(TIMEOUT)
+    process.join(timeout)
     if process.is_alive():
         process.kill()
         process.join()
@@ -574,14 +586,19 @@ def run_suite(package: Path, module: str | None) -> tuple[int, str]:
     return (process.exitcode or 1, "crash") if report.empty() else report.get()
 
 
-def judge(mutation: Mutation | None) -> tuple[str, str]:
-    """What became of a mutation (None: of the suite without one), and by which test."""
+def judge(mutation: Mutation | None, items: bool = False) -> tuple[str, str]:
+    """What became of a mutation (None: of the suite without one), and by which test; `items`: of the items' tests."""
+    module = mutation.module if mutation else None
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         package = Path(folder)
-        copy_package(package)
+        copy_package(package, ("omni_speech_accel", "tests") if items else COPIED)
         if mutation is not None and not mutate(package, mutation):
             return "NOT APPLIED", f"text not found once in runtime/{mutation.module}"
-        status, test = run_suite(package, mutation.module if mutation else None)
+        if items:
+            paths = [f"tests/items/{suite}" for suite in ITEM_SUITES]
+        else:  # the tests of the mutated module first: they notice soonest
+            paths = [f"tests/runtime/{suite}" for suite in sorted(SUITES, key=lambda suite: SUITES[suite] != module)]
+        status, test = run_suite(package, paths, ITEM_TIMEOUT if items else TIMEOUT)
     if mutation is None:
         return ("passed" if status == 0 else "FAILED"), test
     if status == 0:
@@ -601,15 +618,18 @@ def main(arguments: list[str] | None = None) -> int:
     gc.freeze()  # the forks' collections then leave the pages of all that alone
 
     started = time.monotonic()
-    verdict, test = judge(None)
-    print(f"suite without a mutation: {verdict} {test}", flush=True)
-    if verdict != "passed":
-        return 1
-    chosen = [m for m in MUTATIONS if options.only in m.guarantee or options.only in m.title]
+    chosen = [(m, False) for m in MUTATIONS if options.only in m.guarantee or options.only in m.title]
+    if importlib.util.find_spec("vllm_omni") is not None:
+        chosen += [(m, True) for m, _ in chosen if m.items]
+    for items in sorted({items for _, items in chosen}):
+        verdict, test = judge(None, items)
+        print(f"{'items' if items else 'runtime'} suite without a mutation: {verdict} {test}", flush=True)
+        if verdict != "passed":
+            return 1
     bad = 0
     print(f"{'guarantee':<24} {'mutation':<58} {'result':<12} noticed by")
-    for mutation in chosen:
-        verdict, test = judge(mutation)
+    for mutation, items in chosen:
+        verdict, test = judge(mutation, items)
         bad += verdict != "killed"
         print(f"{mutation.guarantee:<24} {mutation.title:<58} {verdict:<12} {test}", flush=True)
     gc.unfreeze()
