@@ -113,7 +113,8 @@ class Bench:
         features = self._features("cold")
         cold = self.arms["cold"]
         kept, one_step = groups.attention_cache_bytes(cold.backend, int(features.mels.shape[1]))
-        together = min(count, cold_reference_batch.solve_together(cold.session, cold.backend, features))
+        item = cold.session.item(cold_reference_batch.KEY)
+        together = min(count, cold_reference_batch.solve_together(item, cold.backend, features))
         for name, run in runs.items():
             device = self.arms[name].device
             self.arms[name].backend._setup_cache.clear()

@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     required = os.environ.get(REQUIRED_DEVICE)
     if required and required not in here:
         raise pytest.UsageError(f"{REQUIRED_DEVICE}={required}, and PyTorch {torch.__version__} sees no such device")
+    # That the host is the real one and speaks is asked of a fresh process, before a test has built a stage.
+    items.sort(key=lambda item: item.path.name != "test_host_import.py")
     for item in items:
         wanted = {device for mark, device in MARKED_DEVICES.items() if item.get_closest_marker(mark) is not None}
         if wanted and not wanted & here:
@@ -57,6 +59,24 @@ def platform() -> Iterator[str]:
 def device(platform: str) -> torch.device:
     """The first card."""
     return torch.device(platform, 0) if platform != "cpu" else torch.device("cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def anchored_graph_pool(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A graph that lives in the host's pool for the whole run.
+
+    A stage that is closed frees its graphs; were they the pool's last, the next capture of any stage in this process
+    would fail with ``use_count > 0 INTERNAL ASSERT FAILED``. A server does not close its one stage and go on.
+    """
+    anchor: Any = None
+    if "cuda" in _devices_here() and request.session.items and request.getfixturevalue("platform") == "cuda":
+        from vllm.platforms import current_platform
+
+        anchor = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(anchor, pool=current_platform.get_global_graph_pool()):
+            torch.zeros(1, device="cuda")
+    yield
+    del anchor
 
 
 @pytest.fixture(scope="session")

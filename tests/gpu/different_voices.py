@@ -56,7 +56,8 @@ def cold_setups(driver: Code2WavDriver, items: Sequence[Any]) -> list[Any]:
                 states += driver.backend.setup_batch(features, len(bucket))
             else:  # joined buckets come with their states
                 states += [item.previous.token2wav for item in bucket]
-        cold_reference_batch.forget(driver.session)
+        if driver.session.on(cold_reference_batch.KEY):
+            cold_reference_batch.forget(driver.session.item(cold_reference_batch.KEY))
     return states
 
 

@@ -224,7 +224,7 @@ def test_the_configured_cap_bounds_the_peak(platform: str, checkpoint_dir: Path,
     try:
         items = voices.starting_items(driver, references, "cap-")
         features = driver.backend.prepare_prompt(items[0].prompt_cache_id, items[0].prompt_wav)
-        size = cold_reference_batch.solve_together(driver.session, driver.backend, features)
+        size = cold_reference_batch.solve_together(driver.session.item(COLD), driver.backend, features)
         assert size == 2
         for _ in range(3):
             voices.cold_setups(driver, items)
