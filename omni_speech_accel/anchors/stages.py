@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module
 from typing import Any
 
-from omni_speech_accel.plugin.fit import unfit_items
+from omni_speech_accel.plugin.fit import idle_reason, unfit_items
 from omni_speech_accel.plugin.session import (
     StageSession,
     attach,
@@ -78,10 +77,8 @@ def build_backend(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
         result = wrapped(*args, **kwargs)
     if session is not None:
         for patch in PATCHES:
-            if patch.idle and session.on(patch.key):
-                reason = getattr(import_module(patch.module), patch.idle)(instance.backend)
-                if reason:
-                    session.idle(patch.key, reason)
+            if session.on(patch.key) and (reason := idle_reason(patch, instance.backend)):
+                session.idle(patch.key, reason)
         session.announce()
     return result
 

@@ -166,7 +166,7 @@ def _plan(step: _Step, stage: Any, buckets: list[list[Any]]) -> None:
 
 def policy_problem(backend: Any) -> str:
     """Why the item has nothing to do on a backend of this execution policy, or ``""``."""
-    if backend is None or supported(backend):
+    if supported(backend):
         return ""
     return "this stage does not solve by the host's whole-solve graphs, where grouping is proven; references stay alone"
 

@@ -28,8 +28,8 @@ from omni_speech_accel.measure.driver import Code2WavDriver
 from omni_speech_accel.measure.made_on import command_line, commit, device_name
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.measure.workload import Pass, Workload, plan, write_references
-from omni_speech_accel.plugin.fit import fit
-from omni_speech_accel.plugin.table import PATCHES
+from omni_speech_accel.plugin.fit import fit, idle_reason
+from omni_speech_accel.plugin.table import PATCHES, Patch
 from omni_speech_accel.synthetic.references import REFERENCE_RATE, speech
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class Arm:
     Args:
         name: In tables and files.
         block: Its ``omni_speech_accel`` block; ``None`` is no block, stock.
-        idle: Why the arm would do nothing in a stage built like this stock one, or ``""``.
+        item: What the arm is there to show; it is left out of a stage where that has nothing to do.
     """
 
     name: str
     block: Any = None
-    idle: Callable[[Code2WavDriver], str] = lambda driver: ""
+    item: Patch | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def item_arms(items: Sequence[str], platform: str) -> list[Arm]:
             raise Unavailable(f"{patch.key} cannot be measured here: {reason}")
         if reason:
             continue
-        arms.append(Arm(" + ".join((*check.beside, patch.key)), block_of(*check.beside, patch.key), check.idle))
+        arms.append(Arm(" + ".join((*check.beside, patch.key)), block_of(*check.beside, patch.key), patch))
         together += [key for key in (*check.beside, patch.key) if key not in together]
     if len(arms) == 1:
         raise Unavailable("no item can be measured here")
@@ -283,7 +283,7 @@ def run(
 
     step(f"building {baseline.name}")
     stock = _ArmRun(baseline, model, profile, workload.seed)
-    idle = {arm.name: reason for arm in others if (reason := arm.idle(stock.driver))}
+    idle = {arm.name: reason for arm in others if arm.item and (reason := idle_reason(arm.item, stock.driver.backend))}
     others = [arm for arm in others if arm.name not in idle]
     total = _steps(baseline, others, workload)
     voices = speech()

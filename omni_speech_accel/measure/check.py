@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from omni_speech_accel.measure.driver import Code2WavDriver
     from omni_speech_accel.measure.workbench import Outcome, Workbench
 
 __all__ = ["Check", "block_of"]
@@ -23,14 +22,12 @@ class Check:
         beside: Items that are on in both arms, since this one acts on what they put there.
         phases: The bench phases that the item can change; empty where the speech stage's work does not show it.
         acted: Names of counter events of which one must be above zero, or the item did nothing; empty: any event.
-        idle: Why the item has nothing to do in a stage that runs by this execution policy, or ``""``.
     """
 
     run: Callable[[Workbench, str, Check], Outcome]
     beside: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     acted: tuple[str, ...] = ()
-    idle: Callable[[Code2WavDriver], str] = lambda driver: ""
 
 
 def block_of(*items: str) -> dict[str, bool]:

@@ -9,7 +9,6 @@ configuration.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from omni_speech_accel.measure.check import Check
 from omni_speech_accel.measure.deploy_check import check_full_graph
@@ -17,16 +16,7 @@ from omni_speech_accel.measure.prompt_check import check_prompt_features
 from omni_speech_accel.measure.stream_check import check_streams
 from omni_speech_accel.measure.talker_check import check_stop_censoring
 
-if TYPE_CHECKING:
-    from omni_speech_accel.measure.driver import Code2WavDriver
-
 __all__ = ["CHECKS"]
-
-
-def _cold_policy(driver: Code2WavDriver) -> str:
-    from omni_speech_accel.items.cold_reference_batch import policy_problem
-
-    return policy_problem(driver.backend)
 
 
 FEATURES = ("prompt_features", "first_chunk")
@@ -39,7 +29,7 @@ CHECKS: Mapping[str, Check] = {
     "speaker_stream": Check(check_prompt_features, beside=("speaker_device",), phases=FEATURES, acted=("calls",)),
     "s3_graph": Check(check_prompt_features, phases=FEATURES, acted=("replays",)),
     "fish_omni_full_graph": Check(check_full_graph),
-    "cold_reference_batch": Check(check_streams, phases=("first_chunk",), idle=_cold_policy),
+    "cold_reference_batch": Check(check_streams, phases=("first_chunk",)),
     "cold_setup_precapture": Check(check_streams, beside=("cold_reference_batch",), phases=("first_chunk",)),
     "cross_reference_decode": Check(check_streams, phases=("first_chunk", "steady_chunk")),
 }

@@ -20,6 +20,8 @@ from omni_speech_accel.measure.compare import Difference, compare
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.measure.workbench import Outcome, Workbench, acted, refusal
+from omni_speech_accel.plugin.fit import idle_reason
+from omni_speech_accel.plugin.table import patch_for
 from omni_speech_accel.synthetic.references import Reference, distinct_references
 from omni_speech_accel.tolerance import Tolerance
 
@@ -173,7 +175,7 @@ def check_streams(bench: Workbench, item: str, check: Check) -> Outcome:
                 bench.progress(f"{item}: step {number + 1} of {len(steps)}")
                 differences += _compare_step(step, stock, ours, spread)
         refused, native = refusal(ours.session, item)
-        idle = check.idle(ours)
+        idle = idle_reason(patch_for(item), ours.backend)
         counters = ours.session.snapshot().get(item, {})
     finally:
         stock.finish(streams)

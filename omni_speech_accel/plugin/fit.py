@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from omni_speech_accel.host import source as host
 from omni_speech_accel.host.source import Definition, UnreadableSource
@@ -101,6 +102,14 @@ def _judged(patch: Patch) -> Fit:
     if restated:
         return Fit(False, f"{', '.join(restated)} differs from every verified host, and this item restates it")
     return Fit(True, verified=not changed)
+
+
+def idle_reason(patch: Patch, backend: Any) -> str:
+    """Why an item that may act has nothing to do on a built ``backend``, or ``""``. Imports the item's module."""
+    if not patch.idle or backend is None:
+        return ""
+    reason: str = getattr(import_module(patch.module), patch.idle)(backend)
+    return reason
 
 
 def unfit_items(settings: Settings, model: StageModel, device: str) -> dict[str, str]:
