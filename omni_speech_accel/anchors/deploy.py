@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_speech_accel.deploy.check import check, has_block
-from omni_speech_accel.deploy.files import DeployFile, read_chain
+from omni_speech_accel.deploy.files import DeployFile, host_reader, read_chain
 from omni_speech_accel.deploy.layering import ADDITIONAL
 from omni_speech_accel.deploy.pipelines import pipeline_stages
 from omni_speech_accel.environment import killed
@@ -93,6 +93,9 @@ def _load(pipeline_cfg: Any, user_deploy_config: Any, deploy_config_path: str | 
 
     deploy, path = omni_config._get_deploy_config(pipeline_cfg, user_deploy_config, deploy_config_path)
     folder = Path(omni_config._DEPLOY_DIR)
+    if path is not None and host_reader() is None:
+        # Read as plain YAML, a deploy could be refused that the host reads otherwise.
+        raise LookupError("this host keeps its YAML reader elsewhere")
     files = () if path is None else read_chain(Path(path), folder)
     if user_deploy_config is None and path is not None:
         return _Deploy(deploy, path, files)

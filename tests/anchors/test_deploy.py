@@ -177,3 +177,12 @@ def test_connector_extra_is_the_one_that_the_host_hands_out() -> None:
             theirs.pop("role", None)  # added for a sender
             assert ours.pop("wakeup_scope", None) is None or theirs.pop("wakeup_scope")  # random on every load
             assert ours == theirs
+
+
+def test_a_host_without_the_known_yaml_reader_starts_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accel_log: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "my.yaml", DEPLOY / "minicpmo_4_5.yaml", connectors={SHM: {"extra": {BLOCK: "${x}"}}}, x=1)
+    monkeypatch.setattr(deploy_config, "host_reader", lambda: None)
+    assert build(path, MINICPMO_4_5_PIPELINE) is not None
+    assert "keeps its YAML reader elsewhere" in accel_log.text

@@ -141,9 +141,10 @@ def assert_agree(path: Path) -> Verdict:
 # The generator: files as text, since anchors, merge keys and interpolation live there alone.
 
 BLOCKS = st.sampled_from(
-    ["true", "false", '"false"', "{}", "{s3_graph: false}", "{speaker_device: true}", "*items", "'${flag}'",
-     "\"${oc.decode:'{speaker_stream: false}'}\"", "{<<: [*items, *more]}", "\ttrue", "{s3_grap: true}", "null"]
-)  # fmt: skip
+    ["true", "{}", "{s3_graph: false}"] * 2
+    + ["false", '"false"', "{speaker_device: true}", "*items", "'${flag}'", "\ttrue", "{<<: [*items, *more]}"]
+    + ["\"${oc.decode:'{speaker_stream: false}'}\"", "{s3_grap: true}", "null"]
+)
 HEAD = """
 x-items: &items {s3_graph: false}
 x-more: &more {s3_graph: true, speaker_graph: false}
@@ -151,7 +152,7 @@ flag: true
 """
 EXTRA = st.one_of(
     BLOCKS.map(lambda block: f"{{{BLOCK}: {block}}}" if "\t" not in block else f"{{{BLOCK}:{block}}}"),
-    st.sampled_from(["{}", "{x: 1}", "null", "text", f"{{{BLOCK}: {{s3_graph: {{max_graphs: 3}}}}}}"]),
+    st.sampled_from(["{}", "{x: 1}", "{y: 2}", "{}", "null", "text", f"{{{BLOCK}: {{s3_graph: {{max_graphs: 3}}}}}}"]),
 )
 OFTEN = st.sampled_from([True, True, True, False])
 CONNECTOR = st.builds(
@@ -192,7 +193,14 @@ LINE = st.one_of(
     st.sampled_from([f"edges: [{{from: 0, to: 1, {BLOCK}: true}}]", "edges: [{from: 1, to: 2}]", "platforms: null"]),
 )  # fmt: skip
 FILE = st.lists(LINE, min_size=1, max_size=2, unique_by=lambda line: line.split(":")[0])
-CHAIN = st.lists(FILE, min_size=1, max_size=2)
+# Half of the chains have a good block to lose, so that little has to come together for it to be lost.
+CONNECTOR_BLOCK = f"connectors: {{{SHM}: {{extra: {{{BLOCK}: true}}}}}}\n"
+STAGE_BLOCK = f"stages: [{{stage_id: 2, additional_config: {{{BLOCK}: true}}}}]"
+CHAIN = st.builds(
+    lambda base, files: [*base, *files],
+    st.sampled_from([[], [], [[CONNECTOR_BLOCK]], [[STAGE_BLOCK]]]),
+    st.lists(FILE, min_size=1, max_size=2),
+)
 
 
 def written(folder: Path, files: list[list[str]], *, alone: bool) -> Path:
@@ -230,10 +238,6 @@ def items_on(path: Path, stage: int = 2) -> frozenset[str]:
     verdict = assert_agree(path)
     assert not isinstance(verdict, str), verdict
     return verdict[stage][1]
-
-
-CONNECTOR_BLOCK = f"connectors: {{{SHM}: {{extra: {{{BLOCK}: true}}}}}}\n"
-STAGE_BLOCK = f"stages: [{{stage_id: 2, additional_config: {{{BLOCK}: true}}}}]"
 
 
 @pytest.mark.parametrize(

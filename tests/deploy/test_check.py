@@ -69,3 +69,11 @@ def test_a_host_whose_own_file_asks_npu_for_v1_starts_the_model(
     module._refused_base.cache_clear()
     assert bool(refused_model(FISH, "npu")) is not bool(platforms)
     module._refused_base.cache_clear()
+
+
+def test_without_a_host_status_reads_plain_yaml_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("connectors: {}")
+    for name in ("deploy.files", "cli.deploy_view"):
+        monkeypatch.setattr(f"omni_speech_accel.{name}.host_reader", lambda: None)
+    assert any("read as plain YAML" in note.text for note in collect(path, platform=Platform("cuda", "test")).notes)
