@@ -218,7 +218,7 @@ def written(folder: Path, files: list[list[str]], *, alone: bool) -> Path:
 
 
 @given(CHAIN, st.sampled_from([False, False, True]))
-@hypothesis_settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_server_and_status_never_disagree(tmp_path: Path, files: list[list[str]], alone: bool) -> None:
     assert_agree(written(tmp_path, files, alone=alone))
 
