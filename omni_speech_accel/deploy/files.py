@@ -70,11 +70,12 @@ def load_file(path: Path) -> Mapping[str, Any]:
     """
     try:
         content = (host_reader() or _plain)(path)
-    # OmegaConf's own errors share no base but Exception with each other, with PyYAML's and with the codec's.
-    except Exception as error:
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
-            raise
+    except (FileNotFoundError, PermissionError, IsADirectoryError):
+        raise
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is no valid YAML: {error}") from error
+    except Exception as error:  # OmegaConf's errors share no other base
+        raise SettingsError(f"{path} cannot be read as the host reads it: {error}") from error
     if content is not None and not isinstance(content, Mapping):
         raise SettingsError(f"{path} holds no mapping")
     return content or {}

@@ -47,7 +47,7 @@ def test_environment_variable_in_base_config_is_read_as_the_host_reads_it(
     (tmp_path / "deploy" / "model.yaml").write_text("async_chunk: true")
     (tmp_path / "my.yaml").write_text('base_config: "${oc.env:OMNI_DEPLOY_DIR}/${oc.env:NO_SUCH,model}.yaml"')
     monkeypatch.delenv("OMNI_DEPLOY_DIR", raising=False)
-    with pytest.raises(SettingsError, match=r"my\.yaml.*'OMNI_DEPLOY_DIR' not found"):
+    with pytest.raises(SettingsError, match=r"my\.yaml cannot be read.*'OMNI_DEPLOY_DIR' not found"):
         read_chain(tmp_path / "my.yaml", tmp_path / "deploy")
     monkeypatch.setenv("OMNI_DEPLOY_DIR", str(tmp_path / "deploy"))
     assert [file.stock for file in read_chain(tmp_path / "my.yaml", tmp_path / "deploy")] == [False, True]
