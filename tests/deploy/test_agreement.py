@@ -336,3 +336,32 @@ def test_a_block_where_no_item_acts_is_told_of_by_both(tmp_path: Path) -> None:
     path = chain(tmp_path, f"stages: [{{stage_id: 0, additional_config: {{{BLOCK}: true}}}}]")
     assert assert_agree(path) != ""
     assert "no item acts in stage 0 of MiniCPM-o" in server(path)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("more", "talker"),
+    [
+        ("", True),
+        ("\nedges: [{from: 0, to: 1}]", False),  # the host makes a connector of its own for it, which is read first
+        ("\nedges: [{from: 1, to: 2}]", True),
+    ],
+)
+def test_an_edge_without_a_connector_is_read_before_the_block_of_the_next_one(
+    tmp_path: Path, more: str, talker: bool
+) -> None:
+    connector = f"connectors: {{mine: {{name: SharedMemoryConnector, extra: {{{BLOCK}: true}}}}}}\n"
+    stages = "stages: [{stage_id: 0}, {stage_id: 1, output_connectors: {to_stage_2: mine}}, {stage_id: 2}]"
+    verdict = assert_agree(chain(tmp_path, connector + stages + more, alone=True))
+    assert not isinstance(verdict, str)
+    assert (verdict[1][0], verdict[2][0]) == (talker, True)
+
+
+def test_an_edge_without_a_number_is_passed_over(tmp_path: Path) -> None:
+    connectors = f"""connectors:
+  mine: {{name: SharedMemoryConnector, extra: {{{BLOCK}: true}}}}
+  plain: {{name: SharedMemoryConnector}}
+"""
+    stage = "stages: [{stage_id: 1, input_connectors: {from_stage_x: plain}, output_connectors: {to_stage_2: mine}}]"
+    verdict = assert_agree(chain(tmp_path, connectors + stage, alone=True))
+    assert not isinstance(verdict, str)
+    assert verdict[1][0]
