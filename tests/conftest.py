@@ -16,6 +16,7 @@ os.environ.pop("OMNI_SPEECH_ACCEL", None)
 
 from omni_speech_accel import plugin
 from tests.fixtures_checkpoint import small_checkpoint  # noqa: F401
+from tests.fixtures_trained import trained  # noqa: F401
 
 # Modules of half a minute of CPU and more, longest first.
 LONG = ("test_mutations", "test_bench", "test_compare_modes", "test_verify", "test_sync_free_prompt", "test_end_to_end")

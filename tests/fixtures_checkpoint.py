@@ -24,7 +24,8 @@ from omni_speech_accel.synthetic import read_checkpoint_info, write_checkpoint
 _KEPT = 24 * 3600
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where tests keep what is costly to make."""
     named = os.environ.get("OSA_TEST_CHECKPOINT")
     folder = Path(named) if named else Path(tempfile.gettempdir()) / f"omni-speech-accel-tests-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,7 +44,7 @@ def _code_digest() -> str:
 @pytest.fixture(scope="session")
 def small_checkpoint() -> Path:
     """A ``size="small"``, seed 0 model directory. Shared between tests and processes: copy it before changing it."""
-    folder = _cache_folder()
+    folder = cache_folder()
     directory = folder / f"small-{_code_digest()}"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -18,7 +18,7 @@ import torch
 from omni_speech_accel.measure.driver import Code2WavDriver, Payload, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile, stage_profile
 from omni_speech_accel.synthetic.references import Reference
-from tests.fixtures_checkpoint import _cache_folder, _code_digest
+from tests.fixtures_checkpoint import _code_digest, cache_folder
 
 SAMPLES_PER_CODE = 960  # 24 kHz audio, 25 codec tokens a second
 CODEBOOK = 6561  # flow.yaml: vocab_size
@@ -29,7 +29,7 @@ def checkpoint(size: str = "full") -> Path:
     """A seed 0 model directory of ``size`` (``full``: 1.2 GB), written once and shared between processes."""
     from omni_speech_accel.synthetic import read_checkpoint_info, write_checkpoint
 
-    folder = _cache_folder()
+    folder = cache_folder()
     directory = folder / f"{size}-{_code_digest()}"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
