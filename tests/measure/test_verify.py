@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,24 @@ def bench(
 def check(bench: Workbench, item: str) -> ItemResult:
     (result,) = verify.verify(bench, [patch_for(item)], asked=True).results
     return result
+
+
+def test_speaker_device_passes_with_trained_weights_on_one_thread(
+    bench: Workbench, trained: dict[str, Path], tmp_path: Path
+) -> None:
+    """Trained weights on one thread are where a tolerance set from random ones refused a right model."""
+    model = tmp_path / "model"
+    shutil.copytree(bench.model, model, symlinks=True)
+    shutil.copy(trained["folded-13"], model / "assets" / "token2wav" / "campplus.onnx")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        result = check(Workbench(model, bench.platform, bench.profile, bench.references), "speaker_device")
+    finally:
+        torch.set_num_threads(before)
+    assert (result.status, result.reason) == ("passed", "")
+    assert result.worst is not None
+    assert result.worst.relative > 0.0  # our network answered, not stock's session
 
 
 @pytest.mark.parametrize("item", ["sync_free_prompt", "speaker_device"])
