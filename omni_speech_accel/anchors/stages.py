@@ -16,6 +16,7 @@ from omni_speech_accel.plugin.session import (
     use_session,
 )
 from omni_speech_accel.plugin.table import PATCHES, STAGE_MODELS, StageModel
+from omni_speech_accel.runtime import accelerator_for
 
 logger = logging.getLogger("vllm.omni_speech_accel")
 
@@ -70,9 +71,29 @@ def announced_model_init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwa
     return result
 
 
+def check_runtime(session: StageSession) -> None:
+    """Hold the device runtime against what a graph capture of the stage's items needs.
+
+    Here, and not at the first capture: that one runs inside the host's precapture of the default prompt, which turns
+    every exception into a warning, drops its own graphs, and leaves the requests to fail one by one.
+
+    Raises:
+        RuntimeSetupError: A variable of the environment makes a right capture impossible; it names the variable.
+    """
+    device = device_type()
+    if any(patch.captures and session.on(patch.key) for patch in PATCHES):
+        accelerator_for(device).check_setup(device)
+
+
 def build_backend(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hand the stage's session to the backend that is built, and log the stage's line once it stands."""
+    """Hand the stage's session to the backend that is built, and log the stage's line once it stands.
+
+    Raises:
+        RuntimeSetupError: The device runtime is set up so that no graph of the stage's items could be right.
+    """
     session = session_of(instance)
+    if session is not None:
+        check_runtime(session)
     with use_session(session):
         result = wrapped(*args, **kwargs)
     if session is not None:
@@ -94,6 +115,15 @@ def core_init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
         if vllm_config is not None:
             session = open_session(vllm_config, instance)
             session.announce()
+    if session is not None:
+        attach(instance, session)
+    return result
+
+
+def facade_init(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hang the session of the core on the facade that has built it."""
+    result = wrapped(*args, **kwargs)
+    session = session_of(getattr(instance, "_core", None))
     if session is not None:
         attach(instance, session)
     return result

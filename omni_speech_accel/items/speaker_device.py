@@ -26,6 +26,7 @@ __all__ = [
     "enable_trt_spk_embedding",
     "ensure_models_loaded",
     "forward_spk_embedding",
+    "of_the_core",
 ]
 
 KEY = "speaker_device"
@@ -62,8 +63,11 @@ def ensure_models_loaded(item: Item[ItemOptions], wrapped: Any, core: Any, /) ->
         return
     if _is_ours(core._spk_model):
         return
-    if not _is_cpu_session(core._spk_model):
-        item.reject(f"the host's own {type(core._spk_model).__name__} is used")
+    if _tell_what_serves(item, core):
+        return
+    if core.device.type == "npu" and hasattr(core, "enable_device_spk_embedding"):
+        # The stage's next step puts the host's own there; ours would have been loaded and checked for nothing.
+        item.reject("the host has a CAM++ of its own for npu")
         return
     model = _load(item, core)
     if model is not None:
@@ -77,6 +81,15 @@ def forward_spk_embedding(item: Item[ItemOptions], wrapped: Any, core: Any, /, s
     return wrapped(spk_feat)
 
 
+def _tell_what_serves(item: Item[ItemOptions], core: Any) -> bool:
+    """Whether the host has put a model of its own in place; the item is then taken out, and says which one serves."""
+    model = core._spk_model
+    if _is_cpu_session(model) or _is_ours(model):
+        return False
+    item.reject(f"the host's own {type(model).__name__} serves")
+    return True
+
+
 def enable_trt_spk_embedding(item: Item[ItemOptions], wrapped: Any, core: Any, /, **kwargs: Any) -> None:
     """Stock's TensorRT switch, also for callers that pass a later host's ``cpu_reference``.
 
@@ -84,20 +97,32 @@ def enable_trt_spk_embedding(item: Item[ItemOptions], wrapped: Any, core: Any, /
     parameter has none to keep.
     """
     wrapped(**_known(wrapped, kwargs, "cpu_reference"))
+    _tell_what_serves(item, core)
 
 
 def enable_device_spk_embedding(item: Item[ItemOptions], wrapped: Any, core: Any, /, **kwargs: Any) -> None:
     """Stock's device switch, also for callers that pass a later host's ``use_trt``.
 
-    ``use_trt=False`` on CUDA asks for a torch model instead of TensorRT: that is our CAM++.
+    ``use_trt=False`` on CUDA asks for a torch model instead of TensorRT: that is our CAM++. Where that one may not be
+    used (its check at load failed), stock's CPU session stays on a host that could only answer with TensorRT.
     """
-    use_trt = kwargs.get("use_trt", True)
-    if not use_trt and core.device.type == "cuda":
-        model = _load(item, core)
+    if not kwargs.get("use_trt", True) and core.device.type == "cuda":
+        model = _load(item, core) if item.session.on(KEY) else None
         if model is not None:
             core._spk_model = model
             return
+        if "use_trt" not in inspect.signature(wrapped).parameters:
+            return
     wrapped(**_known(wrapped, kwargs, "use_trt"))
+    _tell_what_serves(item, core)
+
+
+def of_the_core(item: Item[ItemOptions], wrapped: Any, facade: Any, /, **kwargs: Any) -> None:
+    """MiniCPM-o's facade hands its two switches on to the core; ours takes the parameters that the core's take."""
+    if not kwargs:
+        wrapped()
+        return
+    getattr(facade._core, wrapped.__name__)(**kwargs)
 
 
 def _known(wrapped: Any, kwargs: dict[str, Any], name: str) -> dict[str, Any]:

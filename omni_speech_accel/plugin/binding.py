@@ -23,7 +23,7 @@ from typing import Any
 import wrapt
 
 from omni_speech_accel.host.symbol import Symbol
-from omni_speech_accel.plugin.table import ANCHORS, PATCHES, Patch
+from omni_speech_accel.plugin.table import ANCHORS, PATCHES, Hook, Patch
 
 __all__ = ["Bound", "bound", "install", "remove"]
 
@@ -116,14 +116,14 @@ class _Lazy:
         return self.resolve()(*args)
 
 
-def _item_handler(patch: Patch, wrapper: str) -> Handler:
+def _item_handler(patch: Patch, hook: Hook) -> Handler:
     key = patch.key
-    act = _Lazy(patch.module, wrapper)
+    act = _Lazy(patch.module, hook.wrapper)
     find = _Lazy("omni_speech_accel.plugin.session", "session_for")
 
     def handle(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = find(instance)
-        if session is None or not session.on(key):
+        if session is None or not (session.on(key) or (hook.lasting and session.rejected(key))):
             return wrapped(*args, **kwargs)
         try:
             function = act.resolve()
@@ -143,7 +143,7 @@ def _handlers() -> dict[str, list[tuple[str, Symbol, Handler]]]:
         table.setdefault(anchor.symbol.module, []).append(("anchor", anchor.symbol, lazy))
     for patch in PATCHES:
         for hook in patch.hooks:
-            handler = _item_handler(patch, hook.wrapper)
+            handler = _item_handler(patch, hook)
             table.setdefault(hook.symbol.module, []).append((patch.key, hook.symbol, handler))
     return table
 

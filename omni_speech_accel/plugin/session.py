@@ -75,6 +75,7 @@ class StageSession:
         self._lock = threading.RLock()
         self._items = tuple(patch.key for patch in PATCHES if model is None or model in patch.acts)
         self._unfit: dict[str, str] = dict(unfit or {})
+        self._rejected: set[str] = set()
         self._on = frozenset(key for key in self._items if settings.enabled(key) and key not in self._unfit)
         self._counters: dict[str, ItemCounters] = {}
         self._states: dict[str, Any] = {}
@@ -114,16 +115,24 @@ class StageSession:
             self._idle[key] = reason
 
     def reject(self, key: str, reason: str) -> None:
-        """Take item ``key`` out of this stage for good, and say why (once)."""
+        """Take item ``key`` out of this stage for good, and say why (once).
+
+        Until the start-up line a later reason replaces the earlier: the line tells what serves in the end.
+        """
         with self._lock:
-            if key in self._unfit:
+            if key in self._unfit and (self._announced or key not in self._rejected):
                 return
             self._unfit[key] = reason
+            self._rejected.add(key)
             asked = key in self._on
             self._on = self._on - {key}
             announced = self._announced
         if asked and announced:
             logger.warning("omni_speech_accel: stage %s: %s not applied: %s", self.stage, key, reason)
+
+    def rejected(self, key: str) -> bool:
+        """Whether item ``key`` acted on this stage and took itself out (:meth:`reject`)."""
+        return key in self._rejected
 
     @property
     def not_applied(self) -> dict[str, str]:

@@ -25,6 +25,7 @@ __all__ = ["ANCHORS", "PATCHES", "Anchor", "Hook", "Patch", "patch_for"]
 
 _MODELS = "vllm_omni.model_executor.models"
 CORE_MODULE = f"{_MODELS}.step_audio2.step_audio2_token2wav"
+FACADE_MODULE = f"{_MODELS}.minicpmo_4_5.minicpmo_4_5_token2wav"
 CODE2WAV_MODULE = f"{_MODELS}.minicpmo_4_5.minicpmo_4_5_code2wav"
 BATCHED_MODULE = f"{_MODELS}.minicpmo_4_5.batched_token2wav"
 GRAPHS_MODULE = f"{_MODELS}.minicpmo_4_5.cuda_graph_wrapper"
@@ -46,12 +47,14 @@ class Hook:
 
     ``wrapper`` is a function of the patch's module, called as
     ``function(item, wrapped, instance, *args, **kwargs)`` where the item is on.
-    An ``optional`` hook's symbol may be missing: some hosts have no such method.
+    An ``optional`` hook's symbol may be missing: some hosts have no such method. A ``lasting`` one is called also once
+    the item has taken itself out of the stage.
     """
 
     symbol: Symbol
     wrapper: str
     optional: bool = False
+    lasting: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Patch:
         acts: The stages in which the item acts.
         idle: Function of the patch's module that tells of a built backend why the item has nothing to do there.
         refused_on: Verified hosts that start no model of the item on its devices, by a check of their own.
+        captures: It records graphs of its own on every device of ``platforms`` that can: the device runtime is checked
+            before the stage is built.
         tolerances: By the name of what is compared; everything else must be bit-exact.
     """
 
@@ -108,6 +113,7 @@ class Patch:
     platforms: tuple[str, ...] = ("cuda", "npu", "cpu")
     default: bool = True
     idle: str = ""
+    captures: bool = False
     acts: tuple[StageModel, ...] = (CODE2WAV, TOKEN2WAV)
     refused_on: tuple[str, ...] = ()
     tolerances: Mapping[str, DeviceTolerances] = field(default_factory=dict)
@@ -150,6 +156,11 @@ def _core(name: str, *parameters: str) -> Symbol:
     return Symbol(CORE_MODULE, f"StepAudio2Token2WavCore.{name}", ("self", *parameters))
 
 
+def _facade(name: str) -> Symbol:
+    return Symbol(FACADE_MODULE, f"MiniCPMO45Token2wav.{name}")
+
+
+_SPEAKER_SWITCHES = ("enable_trt_spk_embedding", "enable_device_spk_embedding")
 _ENSURE_LOADED = _core("_ensure_models_loaded")
 _PREPARE_PROMPT = _core("_prepare_prompt", "prompt_wav")
 _SPEAKER = _core("_forward_spk_embedding", "spk_feat")
@@ -224,8 +235,8 @@ PATCHES: tuple[Patch, ...] = (
         upstream=_PROMPT_THREAD,
         hooks=(
             Hook(_ENSURE_LOADED, "ensure_models_loaded"),
-            Hook(_core("enable_trt_spk_embedding"), "enable_trt_spk_embedding", optional=True),
-            Hook(_core("enable_device_spk_embedding"), "enable_device_spk_embedding", optional=True),
+            *(Hook(_core(name), name, optional=True, lasting=True) for name in _SPEAKER_SWITCHES),
+            *(Hook(_facade(name), "of_the_core", optional=True, lasting=True) for name in _SPEAKER_SWITCHES),
             Hook(_SPEAKER, "forward_spk_embedding"),
         ),
     ),
@@ -238,6 +249,7 @@ PATCHES: tuple[Patch, ...] = (
         retire="never while campplus is launch-bound",
         upstream=_PROMPT_THREAD,
         platforms=("cuda", "npu"),
+        captures=True,
         hooks=(Hook(_SPEAKER, "forward_spk_embedding"),),
     ),
     Patch(
@@ -260,6 +272,7 @@ PATCHES: tuple[Patch, ...] = (
         upstream=_PROMPT_THREAD,
         native=(_core("_quantize_s3_graph"),),
         platforms=("cuda", "npu"),
+        captures=True,
         hooks=(
             Hook(_ENSURE_LOADED, "ensure_models_loaded"),
             Hook(_QUANTIZE, "quantize"),
@@ -377,6 +390,7 @@ ANCHORS: tuple[Anchor, ...] = (
     Anchor(Symbol(CODE2WAV_MODULE, "MiniCPMO45Code2Wav._build_backend"), "build_backend"),
     Anchor(Symbol(BATCHED_MODULE, "BatchedToken2Wav.__init__"), "backend_init"),
     Anchor(Symbol(CORE_MODULE, "StepAudio2Token2WavCore.__init__"), "core_init"),
+    Anchor(Symbol(FACADE_MODULE, "MiniCPMO45Token2wav.__init__"), "facade_init"),
     Anchor(Symbol(CORE_MODULE, "StepAudio2Token2WavForConditionalGeneration.__init__"), "announced_model_init"),
     Anchor(Symbol(TALKER_MODULE, f"{_TALKER}.__init__"), "announced_model_init"),
     Anchor(Symbol(TALKER_MODULE, f"{_TALKER}._sample_audio_code"), "with_session"),

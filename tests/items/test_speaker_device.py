@@ -139,12 +139,12 @@ def test_a_device_model_that_the_host_installed_is_kept() -> None:
 
     speaker_device.ensure_models_loaded(session.item(KEY), stock_load, core)
     assert core._spk_model is own
-    assert session.not_applied[KEY] == "the host's own SimpleNamespace is used"
+    assert session.not_applied[KEY] == "the host's own SimpleNamespace serves"
 
 
 def test_later_hosts_keyword_arguments_are_taken_where_the_host_lacks_them() -> None:
     session = session_for(only(KEY))
-    core = SimpleNamespace(device=torch.device("npu" if hasattr(torch, "npu") else "cpu"))
+    core = SimpleNamespace(device=torch.device("npu" if hasattr(torch, "npu") else "cpu"), _spk_model=None)
     calls: list[dict[str, Any]] = []
 
     def without() -> None:
@@ -215,3 +215,36 @@ def test_with_trained_weights_the_pipelines_embeddings_are_stocks_and_tell_voice
         embeddings.append(halves[0])
     assert min(same) > 0.6
     assert max(other) < 0.4
+
+
+def test_a_cuda_core_that_declines_tensorrt_keeps_the_cpu_session_where_our_model_failed_its_check(
+    small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise ValueError("parity")
+
+    monkeypatch.setattr("omni_speech_accel.campplus.model.load_campplus", refuse)
+    session = session_for(only(KEY))
+    core = SimpleNamespace(
+        device=torch.device("cuda"), model_path=str(small_checkpoint / "assets" / "token2wav"), _spk_model=None
+    )
+
+    def stock() -> None:
+        raise AssertionError("TensorRT was declined")
+
+    for _ in range(2):  # The second call comes with the item out of the stage.
+        speaker_device.enable_device_spk_embedding(session.item(KEY), stock, core, use_trt=False)
+        assert core._spk_model is None
+    assert "parity" in session.not_applied[KEY]
+
+
+def test_the_switches_are_still_answered_once_the_item_is_out(quick_core: Any) -> None:
+    core = quick_core(session_for(only(KEY)))
+    if not hasattr(core, "enable_device_spk_embedding"):
+        pytest.skip("this host has no device switch")
+    session = session_of(core)
+    assert session is not None
+    session.reject(KEY, "parity")
+    core._spk_model, core.device = None, torch.device("cuda")
+    core.enable_device_spk_embedding(use_trt=False)
+    assert core._spk_model is None

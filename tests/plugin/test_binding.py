@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_the_stock_npu_patch_survives_unregister_in_either_order(order: str) -> 
     run()
     depth, node = 0, vars(core)[name]
     while node is not None and depth < 20:
-        depth += "FunctionWrapper" in type(node).__name__
+        depth += any("FunctionWrapper" in cls.__name__ for cls in type(node).__mro__)
         node = getattr(node, "__wrapped__", None) or (
             npu._original_ensure_models_loaded if node is npu._patched_ensure_models_loaded else None
         )
@@ -210,7 +211,7 @@ def test_two_instances_in_one_process_follow_their_own_settings(
 
     seen: list[object] = []
     monkeypatch.setattr(speaker_stream, "forward_spk_embedding", lambda item, wrapped, core: seen.append(core))
-    handle = binding._item_handler(patch_for("speaker_stream"), "forward_spk_embedding")
+    handle = binding._item_handler(patch_for("speaker_stream"), *patch_for("speaker_stream").hooks)
     on, off, bare = Counting(), Counting(), Counting()
     attach(on, make_session({}))
     attach(off, make_session({"speaker_stream": False}))
@@ -223,7 +224,8 @@ def test_an_item_whose_code_cannot_be_imported_leaves_stock_and_says_why(accel_l
 
     from omni_speech_accel.plugin.table import patch_for
 
-    handle = binding._item_handler(patch_for("speaker_stream"), "no_such_function")
+    (hook,) = patch_for("speaker_stream").hooks
+    handle = binding._item_handler(patch_for("speaker_stream"), replace(hook, wrapper="no_such_function"))
     owner = Counting()
     session = make_session({})
     session.announce()
