@@ -6,18 +6,6 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = [
-    "BLOCKING_COPY",
-    "KILL_SWITCH",
-    "METRICS_DIRECTORY",
-    "PLUGIN_FILTER",
-    "blocking_copy_problem",
-    "blocking_copy_requested",
-    "kill_switch_problem",
-    "killed",
-    "npu_capture_problem",
-]
-
 KILL_SWITCH = "OMNI_SPEECH_ACCEL"
 """Environment variable; a false value switches everything off, whatever the deploy YAML says."""
 

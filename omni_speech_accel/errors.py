@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ReferenceMixup", "RunError", "Unavailable", "UsageError", "UserError"]
-
 
 class UserError(Exception):
     """Whoever asked can mend it, and the message says how."""

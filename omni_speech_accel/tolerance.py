@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EXACT", "DeviceTolerances", "Tolerance"]
-
 
 @dataclass(frozen=True)
 class Tolerance:

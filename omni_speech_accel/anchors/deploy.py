@@ -29,8 +29,6 @@ from omni_speech_accel.plugin.options import FullGraphOptions
 from omni_speech_accel.plugin.settings import BLOCK, Settings, SettingsError, parse_block, resolve
 from omni_speech_accel.plugin.table import patch_for
 
-__all__ = ["from_pipeline_config"]
-
 logger = logging.getLogger("vllm.omni_speech_accel")
 
 _OBJECT = "user_deploy_config"

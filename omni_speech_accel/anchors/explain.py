@@ -20,8 +20,6 @@ from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.settings import SettingsError
 from omni_speech_accel.plugin.table import patch_for
 
-__all__ = ["DeployReport", "StageItems", "explain"]
-
 
 @dataclass(frozen=True)
 class StageItems:

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "CampplusFormatError", "Graph", "attributes", "data_files", "describe", "parse_onnx"]
-
 Array = npt.NDArray[np.float64]
 
 # CAM++ has 7 million weights: 28 MB, at most 3,000 nodes, and no tensor of over 524,288 elements.

@@ -28,9 +28,6 @@ from omni_speech_accel.cli.output import (
 from omni_speech_accel.cli.status_command import status
 from omni_speech_accel.cli.transitions import transitions
 
-__all__ = ["app", "main"]
-
-
 app = typer.Typer(
     name="omni-speech-accel",
     cls=Commands,

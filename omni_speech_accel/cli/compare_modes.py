@@ -12,8 +12,6 @@ import typer
 from omni_speech_accel.cli.options import Json
 from omni_speech_accel.cli.output import FAILED, OK, errors_reported, fail, stops_early
 
-__all__ = ["compare_modes"]
-
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 

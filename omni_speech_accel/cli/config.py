@@ -24,8 +24,6 @@ from omni_speech_accel.errors import UsageError
 if TYPE_CHECKING:
     from omni_speech_accel.deploy.profiles import Profile
 
-__all__ = ["config"]
-
 
 class Place(str, Enum):
     """Where the block may stand in a deploy YAML."""

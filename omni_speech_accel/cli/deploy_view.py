@@ -26,8 +26,6 @@ from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.settings import SettingsError, resolve
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
-__all__ = ["Asked", "DeployView", "read_deploy"]
-
 _FULL_GRAPH = "fish_omni_full_graph"
 _FISH = "fish_omni"
 _PLAIN = Notice("warning", "there is no reader of a host here: read as plain YAML, ${...} left as it stands.")

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from omni_speech_accel.measure.bench import Arm, BenchReport
     from omni_speech_accel.measure.verify import ItemResult, VerifyReport
 
-__all__ = ["ab", "bench", "model_directory", "run_bench", "run_verify", "verify"]
-
 _VERIFY_JSON = "verify.json"
 
 

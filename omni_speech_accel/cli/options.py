@@ -11,26 +11,6 @@ import typer
 
 from omni_speech_accel.errors import UsageError
 
-__all__ = [
-    "BenchOut",
-    "BenchSize",
-    "Chunks",
-    "Device",
-    "Extra",
-    "Json",
-    "Model",
-    "ModelSize",
-    "Overwrite",
-    "PlatformName",
-    "Quick",
-    "Repeats",
-    "Size",
-    "Streams",
-    "extras_in",
-    "names_in",
-    "yaml_value",
-]
-
 
 class PlatformName(str, Enum):
     """Devices that the host knows."""

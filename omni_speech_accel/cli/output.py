@@ -24,21 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-__all__ = [
-    "FAILED",
-    "INTERRUPTED",
-    "OK",
-    "READER_GONE",
-    "WRONG_INPUT",
-    "Commands",
-    "errors_reported",
-    "fail",
-    "ready_folder",
-    "stdout_is_gone",
-    "stdout_kept_clean",
-    "stops_early",
-]
-
 # Exit codes of every command; the last two are what a shell shows of one that SIGINT or SIGPIPE ended.
 OK = 0
 FAILED = 1

@@ -37,17 +37,6 @@ from omni_speech_accel.plugin.table import PATCHES, Patch
 if TYPE_CHECKING:
     from omni_speech_accel.cli.deploy_view import DeployView
 
-__all__ = [
-    "SCHEMA",
-    "ItemStatus",
-    "Note",
-    "Platform",
-    "Status",
-    "collect",
-    "detect_platform",
-    "guess_platform",
-]
-
 SCHEMA = "omni_speech_accel.status/1"
 ON, OFF, NOT_APPLIED, AVAILABLE = "on", "off", "not applied", "available"
 NO_PIPELINE = "the deploy does not say which pipeline it is for: add pipeline: <name>"

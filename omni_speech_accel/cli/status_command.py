@@ -18,8 +18,6 @@ from omni_speech_accel.cli.output import (
     stdout_kept_clean,
 )
 
-__all__ = ["status"]
-
 
 def _host_platform() -> Any:
     """The platform that the host reports.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from omni_speech_accel.measure.bench import ArmReport, BenchReport
     from omni_speech_accel.measure.verify import ItemResult, VerifyReport
 
-__all__ = ["print_bench", "print_status", "print_verify"]
-
 _STYLES = {
     "on": "green",
     "available": "green",

@@ -14,8 +14,6 @@ from omni_speech_accel.cli.options import Json, names_in
 from omni_speech_accel.cli.output import FAILED, WRONG_INPUT, errors_reported, fail, ready_folder, stops_early
 from omni_speech_accel.transitions import CannotCompare
 
-__all__ = ["transitions"]
-
 # Seconds, dB: beyond this, and for NaN, a number is a mistake.
 _MOST = 1e6
 

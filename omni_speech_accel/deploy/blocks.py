@@ -27,8 +27,6 @@ from omni_speech_accel.deploy.layering import (
 )
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError, parse_block
 
-__all__ = ["ANY_CONNECTOR", "ONE_STAGE", "Block", "Reading", "check_blocks", "find_blocks", "read_by"]
-
 ANY_CONNECTOR = f"connectors.<name>.extra.{BLOCK}"
 ONE_STAGE = f"stages[<id>].{ADDITIONAL}.{BLOCK}"
 

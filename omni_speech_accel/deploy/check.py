@@ -21,8 +21,6 @@ from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError
 from omni_speech_accel.plugin.table import Patch
 
-__all__ = ["Checked", "Notice", "check", "has_block", "refused_model"]
-
 _RUNNER = "Model Runner V2 is not supported on"
 """What the host says in ``config.stage_config`` where it refuses a deploy on a platform."""
 

@@ -20,8 +20,6 @@ import yaml
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.settings import SettingsError
 
-__all__ = ["DeployFile", "check_shape", "host_reader", "load_file", "read_chain", "stock_folder"]
-
 _BASE = "base_config"
 
 

@@ -15,19 +15,6 @@ from typing import Any
 from omni_speech_accel.deploy.files import DeployFile
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError
 
-__all__ = [
-    "ADDITIONAL",
-    "SIDES",
-    "check_additional",
-    "merged",
-    "own_additional",
-    "runs_v2",
-    "section_additional",
-    "stage_ids",
-    "stage_layers",
-    "transfer",
-]
-
 ADDITIONAL = "additional_config"
 SIDES = {"input_connectors": "from_stage_", "output_connectors": "to_stage_"}
 """The keys of a stage that name its connectors, and what stands before the other stage's number there."""

@@ -21,8 +21,6 @@ from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.settings import BLOCK, SettingsError, parse_block
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
-__all__ = ["check_overlay", "render_graph_mode_overlay", "render_overlay", "replaced", "unavailable"]
-
 
 def unavailable(profile: Profile) -> dict[str, str]:
     """Why an item cannot be had on the profile's model and devices, or on the host that is installed, if one is."""

@@ -15,8 +15,6 @@ import yaml
 from omni_speech_accel.deploy.files import DeployFile
 from omni_speech_accel.host import source as host
 
-__all__ = ["HostPipeline", "host_pipelines", "pipeline_of", "pipeline_stages"]
-
 
 def pipeline_stages(pipeline_cfg: Any) -> frozenset[int] | None:
     """The stages of a pipeline, ``None`` where it or they are not known."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from omni_speech_accel.plugin.table import CODE2WAV, FISH_OMNI, PATCHES, TOKEN2WAV, Patch, StageModel
 
-__all__ = ["PROFILES", "Profile", "profile_for", "profile_of", "suggest_profile"]
-
 _SHM = "connector_of_shared_memory"
 _DEVICES = {"cuda": "NVIDIA GPUs", "npu": "Ascend NPUs", "cpu": "CPUs"}
 

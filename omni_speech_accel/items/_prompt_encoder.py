@@ -19,8 +19,6 @@ import torch
 
 from omni_speech_accel.runtime import Accelerator, Counters, GraphCache, accelerator_for
 
-__all__ = ["PromptEncoder"]
-
 BRANCHES = 4
 """Streams that a graph spreads its rows over: one row's kernels fill a small part of the device."""
 

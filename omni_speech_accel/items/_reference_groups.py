@@ -25,23 +25,6 @@ import torch.nn.functional as F
 
 from omni_speech_accel.runtime import accelerator_for
 
-__all__ = [
-    "BackOff",
-    "attention_cache_bytes",
-    "graph_per_batch_size",
-    "halves",
-    "largest_power_of_two",
-    "memory_budget",
-    "out_of_memory",
-    "project_speakers",
-    "replays",
-    "requests_of",
-    "rows_of",
-    "signature",
-    "stack",
-    "whole_solve_graphs",
-]
-
 _ROWS = "_omni_speech_accel_rows"
 _REQUESTS = "_omni_speech_accel_requests"
 _PROJECTED = "_omni_speech_accel_projected_speaker"

@@ -34,8 +34,6 @@ from pydantic import TypeAdapter, ValidationError
 from omni_speech_accel.deploy.files import DeployFile
 from omni_speech_accel.plugin.options import FullGraphOptions
 
-__all__ = ["KEY", "MODE", "PIPELINE", "PLATFORM", "STAGE", "GraphReport", "capture_sizes", "default_sizes", "plan"]
-
 KEY = "fish_omni_full_graph"
 PIPELINE = "fish_omni"
 STAGE = 0

@@ -21,14 +21,6 @@ from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.session import Item
 from omni_speech_accel.plugin.table import SPEAKER_EMBEDDING, patch_for
 
-__all__ = [
-    "enable_device_spk_embedding",
-    "enable_trt_spk_embedding",
-    "ensure_models_loaded",
-    "forward_spk_embedding",
-    "of_the_core",
-]
-
 KEY = "speaker_device"
 
 

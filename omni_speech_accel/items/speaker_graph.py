@@ -22,8 +22,6 @@ from omni_speech_accel.items._prompt import is_device_speaker_model
 from omni_speech_accel.plugin.options import GraphOptions
 from omni_speech_accel.plugin.session import Item
 
-__all__ = ["forward_spk_embedding"]
-
 KEY = "speaker_graph"
 
 

@@ -18,8 +18,6 @@ from omni_speech_accel import runtime
 from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.session import Item
 
-__all__ = ["forward_spk_embedding"]
-
 KEY = "speaker_stream"
 
 

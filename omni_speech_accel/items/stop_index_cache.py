@@ -17,8 +17,6 @@ from omni_speech_accel import runtime
 from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.session import Item
 
-__all__ = ["StopIndexCache", "censor_stop_logits"]
-
 KEY = "stop_index_cache"
 
 MAX_ENTRIES = 64

@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PHASES", "Row", "Summary", "Turn", "audio_ratio", "comparable", "schedule", "summarize"]
-
 PHASES = ("prompt_features", "first_chunk", "steady_chunk")
 """Cold features of one reference; one `forward` with the first chunk of every stream, all references new; one
 `forward` with a later chunk of every stream."""

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omni_speech_accel.measure.workbench import Outcome, Workbench
 
-__all__ = ["Check", "block_of"]
-
 
 @dataclass(frozen=True)
 class Check:

@@ -16,9 +16,6 @@ from omni_speech_accel.measure.prompt_check import check_prompt_features
 from omni_speech_accel.measure.stream_check import check_streams
 from omni_speech_accel.measure.talker_check import check_stop_censoring
 
-__all__ = ["CHECKS"]
-
-
 FEATURES = ("prompt_features", "first_chunk")
 
 CHECKS: Mapping[str, Check] = {

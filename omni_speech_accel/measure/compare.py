@@ -12,9 +12,6 @@ from omni_speech_accel.tolerance import EXACT, Tolerance
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Difference", "compare"]
-
-
 # Entries compared at a time: 128 MiB of float64.
 _PIECE = 1 << 24
 

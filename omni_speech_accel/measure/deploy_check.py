@@ -19,8 +19,6 @@ from omni_speech_accel.measure.workbench import Outcome, Workbench
 if TYPE_CHECKING:
     from omni_speech_accel.anchors.explain import DeployReport
 
-__all__ = ["check_full_graph"]
-
 
 def judged_overlay(profile: Profile, items: Mapping[str, bool]) -> DeployReport:
     """What the host makes of an overlay of ``profile`` over its own deploy file, on the profile's first platform.

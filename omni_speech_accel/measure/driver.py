@@ -24,15 +24,6 @@ from omni_speech_accel.synthetic.references import REFERENCE_RATE, Reference
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Code2WavDriver",
-    "Payload",
-    "PromptDriver",
-    "ready_platform",
-    "stream_payloads",
-    "talker_session",
-]
-
 # A stream's first payload starts with this code as context.
 # Source: ``_MINICPMO45_SILENCE_CODE`` of the host's stage input processor.
 SILENCE_CODE = 4218

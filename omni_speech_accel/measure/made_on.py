@@ -8,8 +8,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["command_line", "commit", "device_name"]
-
 
 def command_line(arguments: Sequence[str]) -> str:
     """The command as it was typed, the shell's quotes left out."""

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["RowIndependentNoise"]
-
 _DRAWS = {torch.rand, torch.randn}
 _DRAWS_LIKE = {torch.rand_like, torch.randn_like}
 

@@ -14,8 +14,6 @@ from omni_speech_accel.plugin.table import patch_for
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_prompt_features"]
-
 Answers = dict[str, dict[str, "torch.Tensor"]]
 
 # A graph item captures a length when it first sees it and replays it from then on; both must be right.

@@ -15,8 +15,6 @@ from omni_speech_accel.synthetic.references import REFERENCE_RATE
 if TYPE_CHECKING:
     from omni_speech_accel.measure.bench import BenchReport, Waveforms
 
-__all__ = ["BENCH_JSON", "PLOT_HINT", "write_all", "write_csv", "write_plot"]
-
 BENCH_JSON = "bench.json"
 PLOT_HINT = "no plot: matplotlib is not installed; pip install 'omni-speech-accel[bench]'"
 

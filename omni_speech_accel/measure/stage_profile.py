@@ -14,8 +14,6 @@ from omni_speech_accel.errors import Unavailable, UsageError
 from omni_speech_accel.host import source as host
 from omni_speech_accel.plugin.settings import BLOCK
 
-__all__ = ["StageProfile", "stage_profile"]
-
 DEPLOY = "minicpmo_4_5.yaml"
 CODE2WAV_STAGE = 2
 

@@ -28,8 +28,6 @@ from omni_speech_accel.tolerance import Tolerance
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_streams", "scenario"]
-
 ROWS = 3
 # Rounding of a float32 sum in another order, where the host's own batches are bit-stable.
 FLOOR = 1e-5

@@ -10,8 +10,6 @@ from omni_speech_accel.measure.compare import Difference, compare
 from omni_speech_accel.measure.workbench import Outcome, Workbench, acted, refusal
 from omni_speech_accel.plugin.table import patch_for
 
-__all__ = ["check_stop_censoring"]
-
 VOCABULARY = 6562
 # Codec EOS alone, with one extra stop id, and with several.
 STOP_SETS = ((6561,), (6561, 1), (6561, 1, 17, 4096))

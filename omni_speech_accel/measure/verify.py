@@ -23,8 +23,6 @@ from omni_speech_accel.measure.workbench import Outcome, Workbench
 from omni_speech_accel.plugin.fit import fit
 from omni_speech_accel.plugin.table import PATCHES, Patch
 
-__all__ = ["SCHEMA", "ItemResult", "VerifyReport", "select_items", "verify"]
-
 SCHEMA = "omni_speech_accel.verify/1"
 
 PASSED = "passed"

@@ -12,8 +12,6 @@ from omni_speech_accel.measure.compare import Difference
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.plugin.session import StageSession
 
-__all__ = ["Outcome", "Workbench", "acted", "refusal"]
-
 _T = TypeVar("_T")
 
 

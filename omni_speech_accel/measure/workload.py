@@ -12,8 +12,6 @@ from omni_speech_accel.measure.driver import Payload, stream_payloads
 from omni_speech_accel.measure.stage_profile import StageProfile
 from omni_speech_accel.synthetic.references import Reference, distinct_references
 
-__all__ = ["Pass", "Workload", "plan", "write_references"]
-
 
 @dataclass(frozen=True)
 class Workload:

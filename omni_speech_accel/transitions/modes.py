@@ -26,8 +26,6 @@ from omni_speech_accel.transitions.machine import devices, kept_variables, pytho
 from omni_speech_accel.transitions.processes import RunFailed, running_server, wait_for
 from omni_speech_accel.transitions.ratios import METRICS, notes, ratios, read_result, table
 
-__all__ = ["Comparison", "Options", "command_lines", "run"]
-
 ORDER = "ABBA"
 LOAD = ("concurrency", "num_prompts", "max_tokens", "num_warmups", "discard", "runs", "locale", "seed")
 

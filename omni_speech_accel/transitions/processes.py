@@ -15,8 +15,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["RunFailed", "running_server", "wait_for"]
-
 
 class RunFailed(Exception):
     """A server or a client run failed; the message names its log."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from omni_speech_accel.transitions.processes import RunFailed
 
-__all__ = ["AUDIO_METRIC", "METRICS", "notes", "ratios", "read_result", "table"]
-
 # Names in the client's result file; whether more is better. `audio_duration` is there to show that both arms spoke
 # equally much: a ratio of throughputs means nothing otherwise.
 METRICS: dict[str, bool] = {
