@@ -74,6 +74,8 @@ def test_stock_speaks_on_the_device(code2wav_factory: Code2WavFactory, device: t
         assert audio.abs().max() > 1e-3
     assert not torch.equal(spoken[0], spoken[1])
 
-    # The floor under every comparison with stock here: the same seed gives the same vocoder noise.
+    # The floor under every comparison with stock here: the same seed gives the same vocoder noise. Of warm shapes: the
+    # first use of one is captured, and 0.30.0 draws noise in the warm-up of a capture, so that use has other noise.
+    spoken = harness.speak(stage, streams)
     for once, again in zip(spoken, harness.speak(stage, streams), strict=True):
         assert (once - again).norm() <= 1e-4 * once.norm()
