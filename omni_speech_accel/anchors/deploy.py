@@ -201,7 +201,7 @@ def _graphs(
     settings = _stage_settings(deploy.config, effective(deploy.config), stage, cli)
     options = settings.items.get(fish_omni_full_graph.KEY)
     assert options is None or isinstance(options, FullGraphOptions)
-    judged = fit(patch_for(fish_omni_full_graph.KEY))
+    judged = fit(patch_for(fish_omni_full_graph.KEY), allow_unverified=settings.allow_unverified_host)
     return fish_omni_full_graph.plan(
         pipeline=pipeline,
         platform=platform,

@@ -38,6 +38,7 @@ class Asked:
     enabled: bool
     explicit: bool
     options: Mapping[str, Any] = field(default_factory=dict)
+    unverified_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _asked(content: Mapping[str, Any], pipeline: str | None, platform: str) -> d
                 continue
             named = any(isinstance(block, Mapping) and patch.key in block for _, block in layers[stage])
             options = _options(settings.options(patch.key))
-            found[patch.key] = Asked(settings.enabled(patch.key), named, options)
+            found[patch.key] = Asked(settings.enabled(patch.key), named, options, settings.allow_unverified_host)
     return found
 
 

@@ -152,7 +152,7 @@ def _stack(version: str | None) -> str:
         return "no vllm-omni here"
     if version in _stacks():
         return f"verified: the test-suite runs on vllm-omni {version}"
-    return f"by capability: the test-suite runs on {', '.join(_stacks())}; this is {version}"
+    return f"body by body: the test-suite runs on {', '.join(_stacks())}; this is {version}"
 
 
 def _packages() -> dict[str, str]:
@@ -160,9 +160,9 @@ def _packages() -> dict[str, str]:
     return {name: version for name in names if (version := host.version_of(name)) is not None}
 
 
-def _not_applicable(patch: Patch, platform: str) -> tuple[str, bool]:
+def _not_applicable(patch: Patch, platform: str, allow_unverified: bool) -> tuple[str, bool]:
     """Why the item cannot act here (``""``: it can), and whether every wrapped body is a verified one."""
-    judged = fit(patch)
+    judged = fit(patch, allow_unverified=allow_unverified)
     if not judged.applies:
         return judged.reason, judged.verified
     if platform not in patch.platforms:
@@ -214,12 +214,12 @@ def _is_graph_item(patch: Patch) -> bool:
 
 
 def _item(patch: Patch, platform: str, view: DeployView | None) -> ItemStatus:
-    reason, verified = _not_applicable(patch, platform)
+    asked = view.asked(patch.key) if view is not None else None
+    reason, verified = _not_applicable(patch, platform, asked is not None and asked.unverified_host)
     if view is None and not reason and platform == "npu":
         from omni_speech_accel.deploy.check import refused_model
 
         reason = refused_model(patch, platform)
-    asked = view.asked(patch.key) if view is not None else None
     wanted = asked is not None and asked.enabled
     if view is not None and not reason:
         if view.pipeline is None:

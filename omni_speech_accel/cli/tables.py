@@ -58,7 +58,7 @@ def _items_table(items: Sequence[ItemStatus], width: int) -> Table:
     """The items with the words of their states whole on any width; their names fold where the reasons need the room."""
     rows = []
     for item in items:
-        fit = "" if item.state == "not applied" else "verified" if item.verified else "by capability"
+        fit = "" if item.state == "not applied" else "verified" if item.verified else "unverified"
         rows.append((item.key, item.state, fit, item.reason or item.summary))
     heads = ("item", "state", "fit", "why not / what it does")
     longest = [max(len(word) for cell in column for word in cell.split()) for column in zip(heads, *rows, strict=True)]

@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Any
 from omni_speech_accel.host import source as host
 from omni_speech_accel.host.source import Definition, UnreadableSource
 from omni_speech_accel.host.symbol import Symbol
-from omni_speech_accel.plugin.settings import Settings
+from omni_speech_accel.plugin.settings import ALLOW_UNVERIFIED, Settings
 from omni_speech_accel.plugin.table import PATCHES, StageModel
 
 if TYPE_CHECKING:
     from omni_speech_accel.plugin.table import Patch
 
 
+_ADVICE = f"where `omni-speech-accel verify` passes on this machine, `{ALLOW_UNVERIFIED}: true` in the block applies it"
+
+
 @dataclass(frozen=True)
 class Fit:
     """Whether a patch can be applied to the installed host.
 
-    ``reason`` says why not, or ``""``. ``verified`` is false where the patch
-    fits by capability but a wrapped function differs from every verified host.
+    ``reason`` says why not, or ``""``. ``verified`` is false where all fits but the
+    body of a function, which is one that the test-suite has never run on.
     """
 
     applies: bool
@@ -77,17 +80,22 @@ def is_verified(symbol: Symbol) -> bool:
     return host.fingerprint(symbol.module, symbol.qualname) in known
 
 
-def fit(patch: Patch) -> Fit:
-    """Judge ``patch`` against the installed host's files."""
+def fit(patch: Patch, *, allow_unverified: bool = False) -> Fit:
+    """Judge ``patch`` against the installed host's files.
+
+    Args:
+        patch: The item's row.
+        allow_unverified: A function whose body differs from every verified host's will do, where it is only called.
+    """
     if host.host_info().version is None:
         return Fit(False, "vllm-omni is not installed")
     try:
-        return _judged(patch)
+        return _judged(patch, allow_unverified)
     except UnreadableSource as error:
         return Fit(False, str(error))
 
 
-def _judged(patch: Patch) -> Fit:
+def _judged(patch: Patch, allow_unverified: bool) -> Fit:
     for symbol in patch.native:
         if _exists(symbol):
             return Fit(False, f"the host does this itself ({symbol.qualname})")
@@ -98,7 +106,12 @@ def _judged(patch: Patch) -> Fit:
     changed = [symbol for symbol in patch.symbols if not is_verified(symbol)]
     restated = [symbol.qualname for symbol in changed if symbol.restated]
     if restated:
-        return Fit(False, f"{', '.join(restated)} differs from every verified host, and this item restates it")
+        return Fit(
+            False, f"{', '.join(restated)} differs from every verified host, and this item restates it", verified=False
+        )
+    if changed and not allow_unverified:
+        names = ", ".join(symbol.qualname for symbol in changed)
+        return Fit(False, f"{names} differs from every verified host; {_ADVICE}", verified=False)
     return Fit(True, verified=not changed)
 
 
@@ -118,7 +131,7 @@ def unfit_items(settings: Settings, model: StageModel, device: str) -> dict[str,
     for patch in PATCHES:
         if model not in patch.acts:
             continue
-        judged = fit(patch)
+        judged = fit(patch, allow_unverified=settings.allow_unverified_host)
         if not judged.applies:
             reasons[patch.key] = judged.reason
         elif device not in patch.platforms:

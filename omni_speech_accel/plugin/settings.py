@@ -23,6 +23,8 @@ from omni_speech_accel.plugin.options import ItemOptions
 from omni_speech_accel.plugin.table import PATCHES
 
 BLOCK = "omni_speech_accel"
+ALLOW_UNVERIFIED = "allow_unverified_host"
+"""The block's one key that is no item: apply items over bodies of the host that no verified host has."""
 
 _WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
@@ -37,6 +39,7 @@ class Settings:
 
     present: bool = False
     items: Mapping[str, ItemOptions] = field(default_factory=dict)
+    allow_unverified_host: bool = False
 
     def enabled(self, key: str) -> bool:
         """Whether the item ``key`` is asked for."""
@@ -86,11 +89,19 @@ def _item(place: str, model: type[ItemOptions], value: Any) -> ItemOptions:
         raise _error(f"{place}.{option}", problem) from None
 
 
+def _allows_unverified(block: Any, place: str) -> bool:
+    found = _word(block.get(ALLOW_UNVERIFIED, False)) if isinstance(block, Mapping) else False
+    if not isinstance(found, bool):
+        raise _error(f"{place}.{ALLOW_UNVERIFIED}", f"takes true or false, not {found!r}")
+    return found
+
+
 def parse_block(value: Any, place: str = BLOCK) -> dict[str, ItemOptions]:
     """Validate one block and fill in the items that it does not name.
 
     Args:
-        value: ``True``, ``False`` or a mapping from item to ``True``, ``False`` or its options.
+        value: ``True``, ``False`` or a mapping from item to ``True``, ``False`` or its options. It may also have
+            ``allow_unverified_host``, which is no item.
         place: Where the block stands, for messages.
 
     Raises:
@@ -102,13 +113,14 @@ def parse_block(value: Any, place: str = BLOCK) -> dict[str, ItemOptions]:
         return {key: model(enabled=default and value) for key, (model, default) in known.items()}
     if not isinstance(value, Mapping):
         raise _error(place, f"takes true, false or a mapping of items, not {value!r}")
-    unknown = [str(key) for key in value if key not in known]
+    unknown = [str(key) for key in value if key not in known and key != ALLOW_UNVERIFIED]
     if unknown:
-        valid = list(known)
+        valid = [*known, ALLOW_UNVERIFIED]
         raise _error(
             f"{place}.{unknown[0]}",
             f"unknown item; {_nearest(unknown[0], valid)}valid items: {', '.join(valid)}",
         )
+    _allows_unverified(value, place)
     return {
         key: _item(f"{place}.{key}", model, value[key]) if key in value else model(enabled=default)
         for key, (model, default) in known.items()
@@ -140,4 +152,5 @@ def resolve(*layers: tuple[str, Any]) -> Settings:
             # Everything was off: what this layer does not name stays off.
             merged = dict.fromkeys(_known(), False)
         merged = {**merged, **block} if isinstance(block, Mapping) and isinstance(merged, Mapping) else block
-    return Settings(present=True, items=parse_block(merged, layers[-1][0]))
+    place = layers[-1][0]
+    return Settings(True, parse_block(merged, place), _allows_unverified(merged, place))

@@ -136,10 +136,10 @@ def test_this_host_is_a_verified_one() -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_a_host_with_other_bodies_is_judged_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "fit", lambda patch: Fit(True, verified=False))
+    monkeypatch.setattr(status, "fit", lambda patch, **rules: Fit(True, verified=False))
     monkeypatch.setattr(host, "host_info", lambda: host.HostInfo("9.9.9", {}, None))
     found = collect(platform=CUDA)
-    assert found.stack.startswith("by capability")
+    assert found.stack.startswith("body by body")
     assert not items(found)["sync_free_prompt"].verified
 
 
@@ -161,7 +161,7 @@ def test_a_host_without_a_version_is_judged_by_capability(
     monkeypatch.setattr(host, "host_info", host.host_info.__wrapped__)
     shown = collect(platform=CUDA)
     assert shown.host == "version unknown"
-    assert shown.stack.startswith("by capability")
+    assert shown.stack.startswith("body by body")
     assert not any("not installed" in note.text for note in shown.notes)
     assert items(shown)["sync_free_prompt"].state == "available"
 

@@ -62,15 +62,32 @@ def test_a_host_that_does_the_job_itself_is_left_alone() -> None:
     assert fit_module.fit(patch) == fit_module.Fit(False, "the host does this itself (S3TokenizerV2.quantize)")
 
 
-def test_a_changed_body_stops_an_item_that_restates_it_and_only_marks_one_that_calls_it(
+def test_a_changed_body_stops_an_item_unless_the_block_allows_it_and_always_one_that_restates_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host, "verified_fingerprints", dict)
     symbol = Symbol(TOKENIZER_MODULE, "S3TokenizerV2.quantize")
-    assert fit_module.fit(Patch("x", "", "", "", "", needs=(symbol,))) == fit_module.Fit(True, verified=False)
-    judged = fit_module.fit(Patch("x", "", "", "", "", hooks=(Hook(replace(symbol, restated=True), "w"),)))
-    assert not judged.applies
-    assert "differs from every verified host" in judged.reason
+    calls = Patch("x", "", "", "", "", needs=(symbol,))
+    judged = fit_module.fit(calls)
+    assert (judged.applies, judged.verified) == (False, False)
+    assert "S3TokenizerV2.quantize differs from every verified host" in judged.reason
+    assert "allow_unverified_host: true" in judged.reason
+    assert fit_module.fit(calls, allow_unverified=True) == fit_module.Fit(True, verified=False)
+    restates = Patch("x", "", "", "", "", hooks=(Hook(replace(symbol, restated=True), "w"),))
+    for allowed in (False, True):
+        judged = fit_module.fit(restates, allow_unverified=allowed)
+        assert not judged.applies
+        assert "this item restates it" in judged.reason
+
+
+def test_a_stage_of_an_unverified_host_has_the_items_that_its_block_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "verified_fingerprints", dict)
+    for block in ({}, {"allow_unverified_host": "false"}, True):
+        reasons = unfit_items(resolve(("block", block)), CODE2WAV, "cuda")
+        assert "differs from every verified host" in reasons["speaker_stream"]
+    allowed = unfit_items(resolve(("block", {"allow_unverified_host": True})), CODE2WAV, "cuda")
+    assert "speaker_stream" not in allowed
+    assert "restates" in allowed["s3_graph"]
 
 
 @pytest.fixture
@@ -142,7 +159,7 @@ def test_a_class_method_that_is_none_any_more_does_not_fit(tokenizer: Path) -> N
     symbol = Symbol(TOKENIZER_MODULE, "C.make", ("cls", "a"))
     patch = Patch("x", "", "", "", "", needs=(symbol,))
     tokenizer.write_text("class C:\n    @classmethod\n    def make(cls, a): ...\n")
-    assert fit_module.fit(patch).applies
+    assert fit_module.fit(patch, allow_unverified=True).applies
     tokenizer.write_text("class C:\n    def make(cls, a): ...\n")
     assert fit_module.fit(patch).reason == "C.make is another kind of function on this host (plain, not classmethod)"
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,3 +124,32 @@ def test_each_item_is_its_own_switch(block: dict[str, bool]) -> None:
 def test_no_unknown_name_is_ever_accepted(name: str) -> None:
     with pytest.raises(SettingsError):
         parse_block({name: True})
+
+
+@pytest.mark.parametrize(
+    ("layers", "allowed"),
+    [
+        (({},), False),
+        ((True,), False),
+        (({"allow_unverified_host": True},), True),
+        (({"allow_unverified_host": "on"},), True),
+        (({"allow_unverified_host": True}, {"s3_graph": False}), True),
+        (({"allow_unverified_host": True}, {"allow_unverified_host": False}), False),
+        (({"allow_unverified_host": True}, True), False),
+    ],
+)
+def test_an_unverified_host_is_allowed_by_a_key_of_the_block(layers: tuple[Any, ...], allowed: bool) -> None:
+    settings = resolve(*(("place", layer) for layer in layers))
+    assert settings.allow_unverified_host is allowed
+    assert "allow_unverified_host" not in settings.items
+
+
+@pytest.mark.parametrize("value", [1, None, "maybe", {"enabled": True}])
+def test_what_allows_an_unverified_host_is_true_or_false(value: Any) -> None:
+    with pytest.raises(SettingsError, match=r"place\.allow_unverified_host: takes true or false"):
+        resolve(("place", {"allow_unverified_host": value}))
+
+
+def test_a_misspelt_key_is_told_its_name() -> None:
+    with pytest.raises(SettingsError, match='did you mean "allow_unverified_host"'):
+        resolve(("place", {"allow_unverifed_host": True}))
