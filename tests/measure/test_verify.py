@@ -99,7 +99,7 @@ def test_what_was_not_reached_when_the_run_was_stopped_fails(monkeypatch: pytest
         "CHECKS",
         {"stop_index_cache": Check(lambda bench, item, check: Outcome((GOOD,))), "sync_free_prompt": Check(stopped)},
     )
-    monkeypatch.setattr(verify, "fit", lambda patch: Fit(True))
+    monkeypatch.setattr(verify, "fit", lambda patch, **how: Fit(True))
     patches = [patch_for(key) for key in ("stop_index_cache", "sync_free_prompt")]
     report = verify.verify(Workbench(Path("unused"), "cpu", StageProfile("test")), patches, asked=False)
     assert [result.status for result in report.results] == ["passed", "failed"]
@@ -117,7 +117,7 @@ def test_an_item_for_another_device_is_not_run(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_item_that_does_not_fit_the_host_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "fit", lambda patch: Fit(False, "the host has no such symbol"))
+    monkeypatch.setattr(verify, "fit", lambda patch, **how: Fit(False, "the host has no such symbol"))
     bench = Workbench(Path("unused"), "cpu", StageProfile("test"))
     (result,) = verify.verify(bench, [patch_for("sync_free_prompt")], asked=False).results
     assert (result.status, result.reason) == ("not applied", "the host has no such symbol")
